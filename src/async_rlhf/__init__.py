@@ -1,0 +1,1 @@
+"""Asynchronous, off-policy RLHF of language models."""

@@ -1,0 +1,217 @@
+"""Configuration: dataclasses whose fields are the settings, read from a YAML file and then from the command line.
+
+`parse(Config)` serves every script: `python script.py --config file.yml --field value --other=value`. A field's help string
+is its documentation, and `--help` shows it.
+"""
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from transformers import HfArgumentParser
+
+Config = TypeVar("Config")
+
+
+class UserError(ValueError):
+    """Something that the user can change is wrong. Scripts print its message as one line and exit with 2."""
+
+
+def setting(default: Any, help: str) -> Any:
+    """A dataclass field with its help string."""
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+# -- settings shared by the scripts -------------------------------------------------------------------------------------
+
+
+@dataclass
+class DataConfig:
+    """Where rows come from and how a row becomes a prompt and a completion."""
+
+    dataset_name: str = setting(
+        "docstrings",
+        "A hub name, a folder saved by `datasets`, a .json/.jsonl/.csv/.parquet file, or `docstrings` (built in, no download).",
+    )
+    dataset_config: str | None = setting(None, "Configuration name of a hub data set.")
+    train_split: str = setting("train", "Split to train on; slices such as `train[:1000]` work. A single file is the split `train`.")
+    eval_split: str = setting("validation", "Held-out split, with the same syntax.")
+    eval_dataset_name: str | None = setting(None, "Where the held-out split comes from when not from `dataset_name`.")
+    max_train_samples: int | None = setting(None, "Use only the first so many training rows (after the seeded shuffle).")
+    max_eval_samples: int | None = setting(None, "Use only the first so many held-out rows.")
+    prompt_column: str = setting("prompt", "Column of the prompt: text, or a conversation for the chat template.")
+    completion_column: str = setting("completion", "Column of the reference completion.")
+    chosen_column: str = setting("chosen", "Column of the preferred completion.")
+    rejected_column: str = setting("rejected", "Column of the other completion.")
+    prompt_template: str | None = setting(
+        None,
+        "Builds the prompt from columns, e.g. 'SUBREDDIT: r/{subreddit}\\n\\nPOST: {post}\\n\\nTL;DR:'. Replaces `prompt_column`.",
+    )
+    completion_template: str | None = setting(None, "Builds the reference completion from columns, e.g. ' {summary}'.")
+    system_prompt: str | None = setting(None, "System turn put before conversational prompts.")
+    chat_template: bool = setting(False, "Give a text prompt to the tokenizer's chat template as one user turn.")
+    max_prompt_length: int = setting(512, "Longest prompt, in tokens.")
+    overlong_prompts: Literal["drop", "error"] = setting(
+        "drop", "Prompts over `max_prompt_length`: drop them and print how many, or refuse to start."
+    )
+
+
+@dataclass
+class ModelConfig:
+    """Which policy, and in which form it is loaded."""
+
+    model_name_or_path: str | None = setting(None, "The policy to start from: a folder or a hub name.")
+    tokenizer_name_or_path: str | None = setting(None, "Its tokenizer, when not beside the model.")
+    model_revision: str = setting("main", "Branch, tag or commit of a hub model.")
+    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "float32", "Type of the weights that train. On a CPU keep float32: bfloat16 is about 50 times slower there."
+    )
+    attn_implementation: str | None = setting(None, "Attention kernel of `transformers`: eager, sdpa, flash_attention_2.")
+    trust_remote_code: bool = setting(False, "Run code that comes with a hub model.")
+    use_peft: bool = setting(False, "Train a LoRA adapter; the reference is then the model without it.")
+    lora_r: int = setting(16, "Rank of the adapter.")
+    lora_alpha: int = setting(32, "Scale of the adapter.")
+    lora_dropout: float = setting(0.0, "Dropout of the adapter.")
+    lora_target_modules: list[str] | None = setting(None, "Modules that get an adapter; by default `peft` chooses.")
+
+
+@dataclass
+class SamplingConfig:
+    """How completions are sampled: the same few settings in training, relabelling and evaluation."""
+
+    response_length: int = setting(53, "Most tokens of a response.")
+    temperature: float = setting(0.7, "Sampling temperature. 0 takes the most likely token.")
+    top_p: float = setting(1.0, "Nucleus sampling. It changes the distribution, so ratios no longer describe what was sampled.")
+    top_k: int = setting(0, "Sample among the k most likely tokens; 0 is off. Changes the distribution like `top_p`.")
+    stop_token_ids: list[int] | None = setting(None, "Further ids that end a response, besides the tokenizer's and the model's own.")
+
+    def __post_init__(self):
+        require(self.response_length >= 1, f"response_length {self.response_length}: at least 1 token")
+        require(self.temperature >= 0, f"temperature {self.temperature}: 0 or more")
+        require(0 < self.top_p <= 1, f"top_p {self.top_p}: above 0, at most 1")
+
+
+@dataclass
+class GeneratorConfig(SamplingConfig):
+    """Which engine samples, and where it runs."""
+
+    generator: Literal["vllm", "hf", "replay"] = setting(
+        "vllm",
+        "vllm: an engine in its own process; hf: `transformers` in this one; replay: the rollouts of `replay_path`, no engine.",
+    )
+    replay_path: str | None = setting(None, "A rollouts.jsonl written by `dump_rollouts`, for `generator: replay`.")
+    hf_generation_batch_size: int = setting(128, "Completions sampled at a time by `generator: hf`.")
+    vllm_device: str | None = setting(
+        None,
+        "Where the engine runs: cuda:3, or cpu:1 for that core alone. Default: the device after the last training process's, "
+        "else the training GPU itself, shared; on a CPU the last core, the trainer keeping the others.",
+    )
+    vllm_gpu_memory_utilization: float = setting(0.9, "Share of its GPU's memory that the engine may take. About 0.2 on a shared GPU.")
+    vllm_cpu_kvcache_gib: int = setting(1, "GiB of memory for the KV cache of a CPU engine.")
+    vllm_dtype: str = setting("auto", "Type of the engine's weights; auto is the type that training publishes.")
+    vllm_enforce_eager: bool | None = setting(None, "Switch CUDA graphs off. Default: off on a CPU only.")
+    generator_timeout: float = setting(1800.0, "Seconds to wait for the generator before the run ends with an error.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.generator != "replay" or self.replay_path, "generator: replay needs replay_path, a rollouts.jsonl")
+
+
+def require(condition: Any, message: str) -> None:
+    """Raise `UserError(message)` unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+# -- parsing --------------------------------------------------------------------------------------------------------------
+
+
+class _Parser(HfArgumentParser):
+    """Errors are one line that names the field."""
+
+    def error(self, message: str):
+        raise UserError(message.removeprefix("argument "))
+
+
+def parse(config_class: type[Config], argv: Sequence[str] | None = None) -> Config:
+    """An instance of the config class, from the `--config` file and then the command line.
+
+    Raises:
+        UserError: unknown key (with the nearest field named), wrong type, or a value that the config refuses.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    known, argv = first.parse_known_args(argv)
+
+    parser = _Parser(config_class, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--config", help="A YAML file of fields; the command line wins over it.")
+    for action in parser._actions:
+        if action.type is dict:
+            action.type = _json_mapping
+    names = sorted({action.dest for action in parser._actions} - {"help"})
+    values = _read_yaml(known.config) if known.config else {}
+    for key in values:
+        require(key in names, f"{known.config}: {_unknown(key, names)}")
+    parser.set_defaults(**{key: None for key, value in values.items() if value is None})
+    from_file = [word for key, value in values.items() if value is not None for word in _as_arguments(key, value)]
+    config, *_, rest = _build(parser, [*from_file, *argv])
+    for word in rest:
+        name = word.split("=")[0].removeprefix("--")
+        require(not word.startswith("--"), _unknown(name, names))
+        raise UserError(f"{word!r} stands alone on the command line; fields are given as --field value")
+    return config
+
+
+def _build(parser: _Parser, arguments: list[str]) -> tuple:
+    try:
+        return parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True, look_for_args_file=False)
+    except UserError:
+        raise
+    except (ValueError, TypeError, ImportError) as error:  # a config class of a library refuses its values
+        raise UserError(" ".join(str(error).split())) from error
+
+
+def _json_mapping(text: str) -> dict:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("a mapping is needed")
+    return value
+
+
+def _read_yaml(path: str) -> dict:
+    require(Path(path).is_file(), f"--config {path}: no such file")
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
+    require(isinstance(values, dict), f"--config {path}: a YAML mapping of fields is needed, not a {type(values).__name__}")
+    return values
+
+
+def _as_arguments(key: str, value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [f"--{key}", *map(str, value)]
+    return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def _unknown(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"unknown field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; --help lists the fields")
+
+
+def run_script(main: Callable[[], Any]) -> None:
+    """Run a script's main; a `UserError` becomes one line on stderr and exit code 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error

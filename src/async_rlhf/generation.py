@@ -1,0 +1,296 @@
+"""The Generator protocol, and the generators that run in this process: Hugging Face, replay, and a fake for tests."""
+
+import hashlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from async_rlhf.config import SamplingConfig
+from async_rlhf.rollout import Prompt, Rollout, read_rollouts
+from async_rlhf.weights import Snapshot
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample: `n` responses a prompt, each ended by one of `end_ids` or at `max_tokens`."""
+
+    n: int
+    max_tokens: int
+    end_ids: tuple[int, ...]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    @classmethod
+    def from_config(cls, config: SamplingConfig, n: int, end_ids: tuple[int, ...], seed: int) -> "Sampling":
+        return cls(n, config.response_length, end_ids, config.temperature, config.top_p, config.top_k, seed)
+
+    def seed_of(self, position: int, sample: int) -> int:
+        """63 bits from a hash of run seed, stream position and sample: no two samples of a run share their noise."""
+        digest = hashlib.sha256(f"{self.seed}/{position}/{sample}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+
+class Generator(Protocol):
+    """Samples completions with the snapshot that it loaded last. Used from the generation thread alone, `interrupt` apart."""
+
+    version: int
+
+    def load_weights(self, snapshot: Snapshot) -> None:
+        """Sample with this snapshot from now on; when it returns, no trace of an older one is left."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+        """`sampling.n` rollouts a prompt, in prompt order, then sample order."""
+
+    def score(self, ids: list[int]) -> list[float]:
+        """The log-probability, at temperature 1, of each of `ids[1:]` given what precedes it."""
+
+    def interrupt(self) -> None:
+        """From any thread: make a running `generate` raise `InterruptedError` soon."""
+
+    def close(self) -> None:
+        """Give back devices and processes."""
+
+
+class HFGenerator:
+    """`transformers` generation, in this process, with a model of its own; or with the training model itself when `shared`.
+
+    `shared` is for synchronous runs, in which the training model is idle while this one samples: weights are not copied.
+    Randomness comes from one generator a response, seeded by position and sample, and never from the global state.
+    """
+
+    def __init__(self, model: PreTrainedModel, pad_token_id: int, batch_size: int = 128, shared: bool = False):
+        self.model, self.pad_token_id, self.batch_size, self.shared = model, pad_token_id, batch_size, shared
+        self.version = -1
+        self._interrupted = threading.Event()
+
+    def load_weights(self, snapshot: Snapshot) -> None:
+        if not self.shared:
+            weights = load_file(snapshot.path)
+            own = dict(self.model.named_parameters())
+            if own.keys() != weights.keys():
+                raise ValueError(f"snapshot {snapshot.version} does not fit the generator's model: {sorted(own.keys() ^ weights.keys())[:6]}")
+            with torch.no_grad():
+                for name, parameter in own.items():
+                    parameter.copy_(weights[name])
+        self.version = snapshot.version
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+        jobs = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
+        by_length = sorted(range(len(jobs)), key=lambda i: len(jobs[i][0].ids))
+        rollouts: dict[int, Rollout] = {}
+        was_training = self.model.training
+        self.model.eval()
+        for start in range(0, len(jobs), self.batch_size):
+            chunk = by_length[start : start + self.batch_size]
+            rollouts.update(zip(chunk, self._generate([jobs[i] for i in chunk], sampling), strict=True))
+        self.model.train(was_training)
+        return [rollouts[i] for i in range(len(jobs))]
+
+    @torch.no_grad()
+    def _generate(self, jobs: list[tuple[Prompt, int]], sampling: Sampling) -> list[Rollout]:
+        started = time.perf_counter()
+        device = self.model.device
+        longest = max(len(prompt.ids) for prompt, _ in jobs)
+        rows = [[self.pad_token_id] * (longest - len(prompt.ids)) + prompt.ids for prompt, _ in jobs]
+        mask = [[0] * (longest - len(prompt.ids)) + [1] * len(prompt.ids) for prompt, _ in jobs]
+        sampler = _Sampler([sampling.seed_of(prompt.position, sample) for prompt, sample in jobs], sampling.temperature)
+        processors = LogitsProcessorList()
+        if sampling.temperature:
+            processors.append(_Temperature(sampling.temperature))
+        if sampling.top_k:
+            processors.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            processors.append(TopPLogitsWarper(sampling.top_p))
+        output = self.model.generate(
+            torch.tensor(rows, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            max_new_tokens=sampling.max_tokens,
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+            eos_token_id=list(sampling.end_ids),
+            pad_token_id=self.pad_token_id,
+            logits_processor=LogitsProcessorList([*processors, sampler]),
+            stopping_criteria=StoppingCriteriaList([_Interrupt(self._interrupted)]),
+            return_dict_in_generate=False,
+        )
+        if self._interrupted.is_set():
+            raise InterruptedError
+        finished = time.perf_counter()
+        logprobs = torch.stack(sampler.logprobs, 1).tolist()
+        responses = output[:, longest:].tolist()
+        return [
+            self._rollout(prompt, sample, ids, values, sampling, started, finished)
+            for (prompt, sample), ids, values in zip(jobs, responses, logprobs, strict=True)
+        ]
+
+    def _rollout(self, prompt, sample, ids, logprobs, sampling, started, finished) -> Rollout:
+        end = next((i for i, token in enumerate(ids) if token in sampling.end_ids), None)
+        length = len(ids) if end is None else end + 1
+        return Rollout(
+            position=prompt.position,
+            row=prompt.row,
+            sample=sample,
+            prompt_ids=prompt.ids,
+            response_ids=ids[:length],
+            logprobs=logprobs[:length],
+            versions=[self.version] * length,
+            finish_reason="length" if end is None else "stop",
+            started=started,
+            finished=finished,
+        )
+
+    @torch.no_grad()
+    def score(self, ids: list[int]) -> list[float]:
+        tokens = torch.tensor([ids], device=self.model.device)
+        logprobs = self.model(tokens).logits[:, :-1].float().log_softmax(-1)
+        return logprobs.gather(-1, tokens[:, 1:, None])[0, :, 0].tolist()
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    def close(self) -> None:
+        pass
+
+
+class _Temperature(LogitsProcessor):
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.float() / self.temperature
+
+
+class _Sampler(LogitsProcessor):
+    """Gumbel-max: the argmax that greedy search takes of logits + Gumbel noise is a sample from their softmax."""
+
+    def __init__(self, seeds: list[int], temperature: float):
+        self.noise = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.greedy = temperature == 0
+        self.logprobs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.float()
+        noisy = scores
+        if not self.greedy:
+            exponential = torch.stack([torch.empty(scores.shape[-1]).exponential_(generator=g) for g in self.noise])
+            noisy = scores - exponential.to(scores.device).log()
+        chosen = noisy.argmax(-1, keepdim=True)
+        self.logprobs.append(scores.log_softmax(-1).gather(-1, chosen)[:, 0])
+        return noisy
+
+
+class _Interrupt(StoppingCriteria):
+    def __init__(self, event: threading.Event):
+        self.event = event
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
+
+
+class ReplayGenerator:
+    """Hands out recorded rollouts by stream position, for studying a loss without an engine."""
+
+    def __init__(self, path: str):
+        self.version = -1
+        self._by_position: dict[int, list[Rollout]] = defaultdict(list)
+        for rollout in read_rollouts(path):
+            self._by_position[rollout.position].append(rollout)
+
+    def load_weights(self, snapshot: Snapshot) -> None:
+        self.version = snapshot.version
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+        rollouts = []
+        for prompt in prompts:
+            recorded = sorted(self._by_position.get(prompt.position, []), key=lambda rollout: rollout.sample)[: sampling.n]
+            if len(recorded) < sampling.n or recorded[0].prompt_ids != prompt.ids:
+                raise ValueError(
+                    f"replay: position {prompt.position} has {len(recorded)} recorded rollouts of this prompt, {sampling.n} are needed; "
+                    "data set, seed and num_generations must be those of the recorded run"
+                )
+            rollouts += recorded
+        return rollouts
+
+    def score(self, ids: list[int]) -> list[float]:
+        return []
+
+    def interrupt(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class FakeGenerator:
+    """Seeded random tokens, for tests: settable seconds a batch, response lengths, and failures."""
+
+    def __init__(self, vocab_size: int, seconds: float = 0.0, lengths: Sequence[int] = (4, 7, 2), fail_at: int | None = None):
+        self.version = -1
+        self.calls = 0
+        self.busy_seconds = 0.0
+        self.closed = False
+        self._vocab_size, self._seconds, self._lengths, self._fail_at = vocab_size, seconds, lengths, fail_at
+        self._interrupted = threading.Event()
+
+    def load_weights(self, snapshot: Snapshot) -> None:
+        self.version = snapshot.version
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+        self.calls += 1
+        if self.calls == self._fail_at:
+            raise RuntimeError(f"fake generator fails on call {self.calls}")
+        started = time.perf_counter()
+        if self._interrupted.wait(self._seconds):
+            raise InterruptedError
+        finished = time.perf_counter()
+        self.busy_seconds += finished - started
+        return [self._rollout(prompt, sample, sampling, started, finished) for prompt in prompts for sample in range(sampling.n)]
+
+    def _rollout(self, prompt: Prompt, sample: int, sampling: Sampling, started: float, finished: float) -> Rollout:
+        noise = torch.Generator().manual_seed(sampling.seed_of(prompt.position, sample))
+        wanted = self._lengths[(prompt.position * sampling.n + sample) % len(self._lengths)]
+        length = min(wanted, sampling.max_tokens)
+        allowed = torch.tensor([i for i in range(self._vocab_size) if i not in sampling.end_ids])
+        ids = allowed[torch.randint(len(allowed), (length,), generator=noise)].tolist()
+        if wanted <= sampling.max_tokens:
+            ids[-1] = sampling.end_ids[0]
+        return Rollout(
+            position=prompt.position,
+            row=prompt.row,
+            sample=sample,
+            prompt_ids=prompt.ids,
+            response_ids=ids,
+            logprobs=[-1.0] * length,
+            versions=[self.version] * length,
+            finish_reason="stop" if wanted <= sampling.max_tokens else "length",
+            started=started,
+            finished=finished,
+        )
+
+    def score(self, ids: list[int]) -> list[float]:
+        return []
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    def close(self) -> None:
+        self.closed = True

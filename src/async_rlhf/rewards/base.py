@@ -1,0 +1,78 @@
+"""The reward interface: samples in, one score a sample out."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+FUNCTION = re.compile(r"(?P<module>[\w./~-]+(\.py)?):(?P<name>\w+)")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion to score, as text and as the policy's token ids, with every column of its data-set row.
+
+    `response` is the text without the token that ended it; `finished` says whether one did.
+    """
+
+    prompt: str
+    response: str
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    finished: bool = True
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+class Reward(Protocol):
+    """Called on every rank with that rank's samples. Returns float scores, `[len(samples)]`."""
+
+    def __call__(self, samples: Sequence[Sample]) -> torch.Tensor: ...
+
+
+def is_function(spec: str) -> bool:
+    """Whether a reward is named as `path/to/file.py:name` or `package.module:name`, and not as a model."""
+    return FUNCTION.fullmatch(spec) is not None
+
+
+def check_reward(spec: str | None, field_name: str) -> None:
+    """Raise `UserError` if the reward cannot be: no such model folder, file or function. Loads no model."""
+    from async_rlhf.models import check_model_path
+    from async_rlhf.rewards.function import find_function
+
+    if spec and is_function(spec):
+        find_function(spec)
+    else:
+        check_model_path(spec, field_name)
+
+
+def load_reward(spec: str, device: torch.device | str = "cpu", **model_settings) -> Reward:
+    """The reward that `spec` names: a Python function, or a reward model (folder or hub name) on `device`.
+
+    Raises:
+        UserError: nothing there, or a model that gives more than one score.
+    """
+    from async_rlhf.rewards.function import FunctionReward
+    from async_rlhf.rewards.model import RewardModel
+
+    if is_function(spec):
+        return FunctionReward(spec)
+    return RewardModel(str(Path(spec).expanduser()) if Path(spec).exists() else spec, device, **model_settings)
+
+
+def score_samples(reward: Reward, samples: Sequence[Sample], name: str) -> torch.Tensor:
+    """The reward's scores, checked: float `[len(samples)]` on the CPU.
+
+    Raises:
+        ValueError: a wrong number of scores, or one that is not finite; it names the reward and the sample.
+    """
+    scores = torch.as_tensor(reward(samples), dtype=torch.float32).cpu()
+    if scores.shape != (len(samples),):
+        raise ValueError(f"reward {name}: {tuple(scores.shape)} scores for {len(samples)} samples; one a sample is needed")
+    bad = (~scores.isfinite()).nonzero()
+    if len(bad):
+        sample = samples[int(bad[0])]
+        raise ValueError(f"reward {name}: score {scores[bad[0]].item()} for sample {int(bad[0])}, response {sample.response[:200]!r}")
+    return scores
