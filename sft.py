@@ -12,8 +12,8 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from async_rlhf.config import DataConfig, ModelConfig, parse, require, run_script, setting
-from async_rlhf.data import Encoder, load_split, map_rows, quiet_datasets
-from async_rlhf.models import check_model_path, load_causal_lm, load_tokenizer, scratch_causal_lm, train_tokenizer
+from async_rlhf.data import Encoder, load_split, map_rows, quiet_libraries
+from async_rlhf.models import check_model_path, load_causal_lm, load_tokenizer, lora_config, scratch_causal_lm, train_tokenizer
 
 
 @dataclass
@@ -37,7 +37,7 @@ class SFTScriptConfig(DataConfig, ModelConfig, SFTConfig):
 
 def main() -> None:
     config = parse(SFTScriptConfig)
-    quiet_datasets()
+    quiet_libraries()
     if not config.from_scratch:
         check_model_path(config.model_name_or_path, "model_name_or_path")
     columns = Encoder.prompt_columns(config) | Encoder.completion_columns(config)
@@ -77,21 +77,6 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model()
-
-
-def lora_config(config: ModelConfig):
-    """The `peft` config of the LoRA fields, or None without `use_peft`."""
-    if not config.use_peft:
-        return None
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules,
-        task_type="CAUSAL_LM",
-    )
 
 
 if __name__ == "__main__":

@@ -125,6 +125,116 @@ class GeneratorConfig(SamplingConfig):
         require(self.generator != "replay" or self.replay_path, "generator: replay needs replay_path, a rollouts.jsonl")
 
 
+@dataclass
+class RLConfig(DataConfig, ModelConfig, GeneratorConfig):
+    """Settings of the loop, the same for every algorithm."""
+
+    output_dir: str = setting("results/run", "Folder of the run: checkpoints, metrics.jsonl, completions.")
+    overwrite_output_dir: bool = setting(False, "Delete what an earlier run left in `output_dir`; otherwise that is an error.")
+    seed: int = setting(1, "Seed of everything random: prompt order, sampling, mini-batches.")
+    sft_model_path: str | None = setting(None, "The reference policy. Default: `model_name_or_path`.")
+    reward_model_path: str | None = setting(
+        None, "The reward: a model folder or hub name, or a Python function as `path/file.py:name` or `package.module:name`."
+    )
+    reward_batch_size: int = setting(64, "Samples that a reward model scores at a time.")
+    missing_eos_penalty: float | None = setting(None, "Subtracted from the score of a response that did not end by itself.")
+    missing_eos_score: float | None = setting(None, "Replaces the score of a response that did not end by itself (the paper's -1).")
+
+    max_staleness: int = setting(
+        1, "Batches that generation may run ahead: 0 is synchronous and on-policy, 1 the paper's asynchronous run."
+    )
+    weight_update: Literal["exact", "newest"] = setting(
+        "exact", "Which snapshot samples batch b. exact: b - max_staleness, always; newest: the newest there is, so timing decides."
+    )
+    num_mini_batches: int = setting(1, "Optimizer steps an epoch over a batch: the batch is that many times larger.")
+    num_ppo_epochs: int = setting(1, "Epochs over each batch.")
+    num_generations: int = setting(2, "Completions sampled a prompt, k.")
+    total_episodes: int = setting(10_000, "Completions to train on in all; rounded up to whole batches.")
+    per_device_train_batch_size: int = setting(16, "Completions a process holds in one forward; a multiple of `num_generations`.")
+    gradient_accumulation_steps: int = setting(1, "Forwards an optimizer step.")
+
+    learning_rate: float = setting(3e-6, "Peak learning rate of AdamW.")
+    lr_scheduler_type: str = setting("linear", "Schedule over the optimizer steps: linear, cosine, constant, constant_with_warmup, ...")
+    warmup_steps: int = setting(0, "Optimizer steps of linear warm-up.")
+    weight_decay: float = setting(0.0, "AdamW's weight decay.")
+    adam_beta1: float = setting(0.9, "AdamW's first beta.")
+    adam_beta2: float = setting(0.999, "AdamW's second beta.")
+    adam_epsilon: float = setting(1e-8, "AdamW's epsilon.")
+    max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm.")
+    bf16: bool = setting(False, "Mixed precision with bfloat16.")
+    fp16: bool = setting(False, "Mixed precision with float16 and a gradient scaler.")
+    gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass; prompts are then not shared.")
+    share_prompts: bool = setting(True, "Run each prompt once for its k responses.")
+
+    max_logprob_mismatch: float | None = setting(
+        None, "Largest allowed difference between generator and trainer logprobs on a probe text. Default: 0.001 in float32, else 0.5."
+    )
+    snapshot_dir: str | None = setting(None, "Folder for weight snapshots on their way to the generator. Default: shared memory.")
+    save_steps: float = setting(
+        0.25, "Save a checkpoint every so many updates; below 1 a share of the run. The last update is always saved."
+    )
+    eval_steps: int | None = setting(None, "Sample and score held-out prompts every so many updates, and at the end. Default: never.")
+    num_eval_prompts: int = setting(64, "Held-out prompts that an evaluation samples.")
+    dump_rollouts: bool = setting(False, "Append every rollout to `output_dir`/rollouts.jsonl, for study or `generator: replay`.")
+    report_to: list[str] = setting(["none"], "Trackers: wandb, tensorboard, trackio, or none.")
+    run_name: str | None = setting(None, "Name of the run in the trackers. Default: the folder's name.")
+    project: str = setting("async_rlhf", "Project of the run in the trackers.")
+    dry_run: bool = setting(False, "Check paths and columns, print batch arithmetic, devices and files, load no model.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.max_staleness >= 0, f"max_staleness {self.max_staleness}: 0 or more")
+        for name in ("num_mini_batches", "num_ppo_epochs", "total_episodes", "gradient_accumulation_steps"):
+            require(getattr(self, name) >= 1, f"{name} {getattr(self, name)}: at least 1")
+        size, k = self.per_device_train_batch_size, self.num_generations
+        require(k >= 1 and size >= 1 and size % k == 0, f"per_device_train_batch_size {size} is no multiple of num_generations {k}")
+        require(self.temperature > 0, "temperature 0: training samples need a temperature above 0")
+        require(not (self.bf16 and self.fp16), "bf16 and fp16 exclude each other")
+        require(self.save_steps > 0, f"save_steps {self.save_steps}: above 0")
+        eos = self.missing_eos_penalty, self.missing_eos_score
+        require(None in eos, "missing_eos_penalty and missing_eos_score exclude each other")
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The arithmetic of a run on `processes` training processes. Counts are completions unless the name says otherwise."""
+
+    processes: int
+    completions: int
+    prompts: int
+    updates: int
+    optimizer_steps: int
+    prompts_per_mini_batch: int
+    prompts_per_forward: int
+
+    @classmethod
+    def of(cls, config: RLConfig, processes: int) -> "BatchPlan":
+        k = config.num_generations
+        step = config.per_device_train_batch_size * config.gradient_accumulation_steps * processes
+        completions = step * config.num_mini_batches
+        updates = -(-config.total_episodes // completions)
+        return cls(
+            processes=processes,
+            completions=completions,
+            prompts=completions // k,
+            updates=updates,
+            optimizer_steps=updates * config.num_mini_batches * config.num_ppo_epochs,
+            prompts_per_mini_batch=step // k,
+            prompts_per_forward=config.per_device_train_batch_size // k,
+        )
+
+    def describe(self, config: RLConfig) -> str:
+        newest = config.max_staleness * config.num_mini_batches * config.num_ppo_epochs
+        oldest = newest + config.num_mini_batches * config.num_ppo_epochs - 1
+        return (
+            f"batch: {self.prompts} prompts × {config.num_generations} = {self.completions} completions "
+            f"({config.per_device_train_batch_size} a forward × {config.gradient_accumulation_steps} accumulated "
+            f"× {self.processes} processes × {config.num_mini_batches} mini-batches)\n"
+            f"run: {self.updates} updates, {self.updates * self.completions} episodes, {self.optimizer_steps} optimizer steps\n"
+            f"staleness: {config.max_staleness} batches ({config.weight_update}), so {newest} to {oldest} optimizer steps"
+        )
+
+
 def require(condition: Any, message: str) -> None:
     """Raise `UserError(message)` unless the condition holds."""
     if not condition:

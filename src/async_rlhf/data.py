@@ -4,7 +4,6 @@ One tokenization serves every script: a prompt's ids are made here once and are 
 gets and what a reward of the same vocabulary scores.
 """
 
-import os
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from async_rlhf.config import DataConfig, UserError, require
 from async_rlhf.docstrings import docstrings
@@ -201,10 +201,10 @@ class PromptStream:
         return self._order[1]
 
 
-def quiet_datasets() -> None:
-    """No progress bars from `datasets` where output is not a terminal."""
-    if not os.isatty(2):
-        disable_progress_bars()
+def quiet_libraries() -> None:
+    """No bars for loading and saving: the run's own bar is the one to watch."""
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
 
 
 def map_rows(dataset: Dataset, function: Callable[[dict], dict], description: str) -> Dataset:

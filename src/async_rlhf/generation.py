@@ -85,7 +85,9 @@ class HFGenerator:
             weights = load_file(snapshot.path)
             own = dict(self.model.named_parameters())
             if own.keys() != weights.keys():
-                raise ValueError(f"snapshot {snapshot.version} does not fit the generator's model: {sorted(own.keys() ^ weights.keys())[:6]}")
+                raise ValueError(
+                    f"snapshot {snapshot.version} does not fit the generator's model: {sorted(own.keys() ^ weights.keys())[:6]}"
+                )
             with torch.no_grad():
                 for name, parameter in own.items():
                     parameter.copy_(weights[name])

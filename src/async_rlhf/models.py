@@ -4,7 +4,10 @@ import os
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -61,6 +64,19 @@ def load_causal_lm(config: ModelConfig, path: str | None = None) -> PreTrainedMo
     return model.eval()
 
 
+def lora_config(config: ModelConfig) -> LoraConfig | None:
+    """The `peft` config of the LoRA fields, or None without `use_peft`."""
+    if not config.use_peft:
+        return None
+    return LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        task_type="CAUSAL_LM",
+    )
+
+
 def end_token_ids(model_config, tokenizer: PreTrainedTokenizerBase, extra: list[int] | None = None) -> tuple[int, ...]:
     """Every id that ends a response: the tokenizer's eos, the generation config's (Llama-3 has several) and `extra`."""
     ids = {tokenizer.eos_token_id, *(extra or [])}
@@ -68,6 +84,102 @@ def end_token_ids(model_config, tokenizer: PreTrainedTokenizerBase, extra: list[
         found = getattr(source, "eos_token_id", None)
         ids |= set(found if isinstance(found, list) else [found])
     return tuple(sorted(ids - {None}))
+
+
+def pad_tokens(prompts: list[list[int]], responses: list[list[list[int]]], pad_id: int) -> dict[str, torch.Tensor]:
+    """Tensors of p prompts with k responses each: `prompt_ids [p, P]` padded left, `prompt_length [p]`,
+    `response_ids [p, k, R]` padded right, `response_length [p, k]`. Masks come from the lengths, so `pad_id` may be any id."""
+    prompt_length = torch.tensor([len(ids) for ids in prompts])
+    response_length = torch.tensor([[len(ids) for ids in group] for group in responses])
+    widest, longest = int(prompt_length.max()), max(1, int(response_length.max()))
+    return {
+        "prompt_ids": torch.tensor([[pad_id] * (widest - len(ids)) + ids for ids in prompts]),
+        "prompt_length": prompt_length,
+        "response_ids": torch.tensor([[ids + [pad_id] * (longest - len(ids)) for ids in group] for group in responses]),
+        "response_length": response_length,
+    }
+
+
+def length_mask(lengths: torch.Tensor, width: int) -> torch.Tensor:
+    """`[..., width]`, True at the first `lengths [...]` places."""
+    return torch.arange(width, device=lengths.device) < lengths[..., None]
+
+
+class Policy(nn.Module):
+    """A causal LM whose forward gives the log-probabilities of responses.
+
+    The k responses of a prompt share one forward of it (`share_prompts`): the prompt's keys and values are computed once,
+    repeated k times, and the responses run through them; gradients flow through the cache. The plain way, k whole sequences,
+    gives the same numbers; it is taken for k = 1 and under gradient checkpointing, which switches the cache off.
+    """
+
+    def __init__(self, model: PreTrainedModel, share_prompts: bool = True):
+        super().__init__()
+        self.model, self.share_prompts = model, share_prompts
+
+    def forward(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_length: torch.Tensor,
+        response_ids: torch.Tensor,
+        response_length: torch.Tensor,
+        temperature: float = 1.0,
+    ) -> torch.Tensor:
+        """Log-probability of each response token at `temperature` (0 counts as 1): `[p, k, R]`, as wide as `response_ids`; what
+        stands after a response's end is meaningless. Columns that only pad are not computed. Shapes as in `pad_tokens`."""
+        width = response_ids.shape[-1]
+        prompts = prompt_ids[:, prompt_ids.shape[1] - int(prompt_length.max()) :]
+        responses = response_ids[:, :, : max(1, int(response_length.max()))]
+        shares = self.share_prompts and responses.shape[1] > 1 and not getattr(self.model, "is_gradient_checkpointing", False)
+        logits = (self._shared if shares else self._plain)(prompts, prompt_length, responses)
+        logprobs = token_logprobs(logits, responses.flatten(0, 1), temperature).view(responses.shape)
+        return F.pad(logprobs, (0, width - logprobs.shape[-1]))
+
+    def _plain(self, prompts: torch.Tensor, prompt_length: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+        k, longest = responses.shape[1:]
+        tokens = torch.cat([prompts.repeat_interleave(k, 0), responses.flatten(0, 1)], 1)
+        mask, positions = _left_padded(prompt_length.repeat_interleave(k), prompts.shape[1], longest)
+        output = self.model(tokens, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=longest + 1)
+        return output.logits[:, :-1]
+
+    def _shared(self, prompts: torch.Tensor, prompt_length: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+        k, longest = responses.shape[1:]
+        mask, positions = _left_padded(prompt_length, prompts.shape[1], 0)
+        prompt = self.model(prompts, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+        logits = prompt.logits.repeat_interleave(k, 0)
+        if longest == 1:
+            return logits
+        cache = prompt.past_key_values
+        cache.batch_repeat_interleave(k)
+        mask, positions = _left_padded(prompt_length.repeat_interleave(k), prompts.shape[1], longest - 1)
+        rest = self.model(
+            responses.flatten(0, 1)[:, :-1],
+            attention_mask=mask,
+            position_ids=positions[:, prompts.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return torch.cat([logits, rest.logits], 1)
+
+
+def _left_padded(prompt_length: torch.Tensor, prompt_width: int, response_width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention mask and position ids `[n, prompt_width + response_width]` of left-padded prompts and what follows them."""
+    columns = torch.arange(prompt_width + response_width, device=prompt_length.device)
+    positions = columns - (prompt_width - prompt_length[:, None])
+    return (positions >= 0).long(), positions.clamp(min=0)
+
+
+def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probability of `ids [n, R]` under `logits [n, R, vocabulary]` at `temperature`, in float32: `[n, R]`."""
+    logits = logits.float() / (temperature or 1.0)
+    return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sampling has no dropout; a loss over its samples must not either."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
 
 
 def train_tokenizer(texts, vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:

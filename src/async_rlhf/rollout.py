@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
@@ -63,7 +63,6 @@ class RolloutBatch:
     weight_sync_seconds: float = 0.0
     generator_wait_seconds: float = 0.0
     mismatch: float | None = None
-    extra: dict = field(default_factory=dict)
 
 
 def write_rollouts(path: str | os.PathLike, rollouts: Iterable[Rollout], **extra) -> None:

@@ -1,6 +1,6 @@
 """A Python function as reward: `path/to/file.py:name` or `package.module:name`.
 
-    def name(samples: list[Sample]) -> list[float]
+def name(samples: list[Sample]) -> list[float]
 """
 
 import importlib

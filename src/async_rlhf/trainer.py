@@ -1,0 +1,518 @@
+"""The loop: take a batch that the generator made, score it, train on it, publish the weights. One loop for every algorithm."""
+
+import json
+import os
+import shutil
+import traceback
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from tqdm import tqdm
+from transformers import AutoConfig, get_scheduler
+
+from async_rlhf import distributed
+from async_rlhf.config import BatchPlan, RLConfig, UserError, require
+from async_rlhf.data import Encoder, PromptData, PromptStream, is_local, load_prompts, load_split
+from async_rlhf.generation import Sampling
+from async_rlhf.losses import importance_stats, penalize_missing_eos, sequence_sum
+from async_rlhf.metrics import Metrics, Timers, append_json
+from async_rlhf.models import (
+    Policy,
+    check_model_path,
+    disable_dropout,
+    end_token_ids,
+    length_mask,
+    load_causal_lm,
+    load_tokenizer,
+    lora_config,
+    pad_tokens,
+    save_model,
+    token_logprobs,
+)
+from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
+from async_rlhf.rewards import Sample, check_reward, load_reward, score_samples
+from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, write_rollouts
+from async_rlhf.vllm_utils import choose_device, open_generator, trainer_cores
+from async_rlhf.weights import WeightStore, whole_weights
+
+PROBE_TOKENS = 48
+EVALUATION_POSITION = 1 << 40  # evaluation prompts stand there in the stream, so that their noise is their own
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class ScoredBatch:
+    """One rank's share of a batch, in training order: p prompts, k completions each, R the longest response.
+
+    `tokens` are those of `pad_tokens`; `mask [p, k, R]`; `scores [p, k]` with the missing-eos penalty applied; and
+    `behaviour_logprobs`, the generator's own, and `ref_logprobs`, the reference's, `[p, k, R]`, at the sampling temperature.
+    """
+
+    rollouts: list[list[Rollout]]
+    tokens: Tensors
+    mask: torch.Tensor
+    scores: torch.Tensor
+    behaviour_logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor
+
+
+class Algorithm(Protocol):
+    """What differs between algorithms: how scored rollouts become a training batch, and the loss over it."""
+
+    kl_coef: float
+
+    def make_batch(self, scored: ScoredBatch, metrics: Metrics) -> Tensors:
+        """Tensors with a row a prompt; `weight [p]` is how many units of the loss (pairs, sequences, tokens) a row holds."""
+
+    def loss(self, policy: Policy, rows: Tensors, metrics: Metrics) -> torch.Tensor:
+        """The loss summed over the rows' units, a scalar. The trainer divides by the mini-batch's units over all ranks."""
+
+
+class Trainer:
+    """Trains `algorithm` by the settings of `config`; `run` is the loop.
+
+    Raises:
+        UserError: the configuration names something that is not there; before any model is loaded.
+    """
+
+    def __init__(self, config: RLConfig, algorithm: Algorithm):
+        self.config, self.algorithm = config, algorithm
+        self.output = Path(config.output_dir)
+        check_paths(config)
+        self._claim_output()
+        mixed_precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
+        trackers = [name for name in config.report_to if name != "none"]
+        self.accelerator = Accelerator(mixed_precision=mixed_precision, log_with=trackers or None, project_dir=str(self.output))
+        self.plan = BatchPlan.of(config, distributed.world_size())
+        set_seed(config.seed)
+        self.tokenizer = load_tokenizer(config)
+        self.encoder = Encoder(config, self.tokenizer)
+        self.prompts = load_prompts(config, self.encoder, "train")
+        self.eval_prompts = load_prompts(config, self.encoder, "eval") if config.eval_steps else None
+        self._check_lengths()
+        self._bind_to_cores()
+        self._load_models()
+        self.metrics, self.timers = Metrics(), Timers()
+        self.optimizer_steps = 0
+        self.steps_at = {0: 0}
+
+    # -- set-up -------------------------------------------------------------------------------------------------------------
+
+    def _claim_output(self) -> None:
+        if distributed.is_main():
+            require(
+                self.config.overwrite_output_dir or not (self.output / "metrics.jsonl").exists(),
+                f"output_dir {str(self.output)!r} holds another run: name a new folder, or set overwrite_output_dir",
+            )
+            for pattern in ("checkpoint-*", "completions", "*.jsonl", "_generations"):
+                for path in self.output.glob(pattern):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self.output.mkdir(parents=True, exist_ok=True)
+            record = {"algorithm": type(self.algorithm).__name__, **asdict(self.config)}
+            (self.output / "run_config.json").write_text(json.dumps(record, indent=2) + "\n")
+
+    def _check_lengths(self) -> None:
+        model_config = AutoConfig.from_pretrained(self.config.model_name_or_path, trust_remote_code=self.config.trust_remote_code)
+        context = getattr(model_config, "max_position_embeddings", None) or 1 << 30
+        longest = max(map(len, self.prompts.ids))
+        require(
+            longest + self.config.response_length <= context,
+            f"longest prompt {longest} + response_length {self.config.response_length} is over the model's context {context}: "
+            "lower max_prompt_length or response_length",
+        )
+        self.max_model_len = min(context, self.config.max_prompt_length + self.config.response_length)
+
+    def _bind_to_cores(self) -> None:
+        self.engine_device = choose_device(self.config.vllm_device, distributed.world_size()) if self.config.generator == "vllm" else None
+        if self.accelerator.device.type == "cpu":
+            cores = trainer_cores(self.engine_device or "")
+            os.sched_setaffinity(0, cores)
+            beside = self.config.generator == "hf" and self.config.max_staleness > 0  # generation computes in this process too
+            torch.set_num_threads(max(1, len(cores) // (2 if beside else 1)))
+
+    def _load_models(self) -> None:
+        config, device = self.config, self.accelerator.device
+        model = load_causal_lm(config)
+        self.end_ids = end_token_ids(model, self.tokenizer, config.stop_token_ids)
+        self.peft = lora_config(config)
+        if self.peft:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, self.peft)
+        else:
+            disable_dropout(model)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        policy = Policy(model, config.share_prompts).train()
+        betas = (config.adam_beta1, config.adam_beta2)
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, config.learning_rate, betas, config.adam_epsilon, config.weight_decay)
+        self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        self.scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, self.plan.optimizer_steps)
+        self.reference = None
+        if not self.peft:
+            reference = load_causal_lm(config, config.sft_model_path or config.model_name_or_path)
+            self.reference = Policy(reference.requires_grad_(False), config.share_prompts).eval().to(device)
+        self.reward = load_reward(
+            config.reward_model_path,
+            device,
+            policy_tokenizer=self.tokenizer,
+            batch_size=config.reward_batch_size,
+            trust_remote_code=config.trust_remote_code,
+        )
+
+    @property
+    def model(self):
+        """The policy's own `transformers` (or `peft`) model."""
+        return self.accelerator.unwrap_model(self.policy).model
+
+    # -- the loop -----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        config = self.config
+        self.store = WeightStore(config.max_staleness + 1, config.snapshot_dir)
+        self.pipeline = self._open_pipeline() if distributed.is_main() else None
+        trackers_config = {key: value for key, value in asdict(config).items() if isinstance(value, int | float | str | bool)}
+        name = {"wandb": {"name": config.run_name or self.output.name}}
+        self.accelerator.init_trackers(config.project, trackers_config, name if "wandb" in config.report_to else {})
+        self.bar = tqdm(total=self.plan.updates, unit="update", disable=not distributed.is_main(), mininterval=1.0)
+        try:
+            self._publish(0)
+            if self.pipeline:
+                self.pipeline.start()
+            for update in range(self.plan.updates):
+                with self.timers.time("update"):
+                    batch = self._next_batch()
+                    scored = self._score(self._deal(batch, update))
+                    self._train(self.algorithm.make_batch(scored, self.metrics), scored, update)
+                    self._publish(update + 1)
+                self._log(update, batch)
+                if self._save_due(update + 1):
+                    self._save(update + 1)
+            if config.eval_steps:
+                self._next_batch(last=True)
+        finally:
+            self.bar.close()
+            if self.pipeline:
+                self.pipeline.close()
+            self.store.close()
+            self.accelerator.end_training()
+
+    def _open_pipeline(self) -> GenerationPipeline:
+        config = self.config
+        shares_model = config.generator == "hf" and config.max_staleness == 0 and distributed.world_size() == 1 and not self.peft
+        sampling = Sampling.from_config(config, config.num_generations, self.end_ids, config.seed)
+        evaluation = None
+        if self.eval_prompts:
+            rows = range(min(config.num_eval_prompts, len(self.eval_prompts)))
+            held_out = [Prompt(EVALUATION_POSITION + row, row, self.eval_prompts.ids[row]) for row in rows]
+            evaluation = Evaluation(held_out, Sampling.from_config(config, 1, self.end_ids, config.seed), config.eval_steps)
+        self.shares_model = shares_model
+        bound = config.max_logprob_mismatch or (1e-3 if self._publish_dtype() == torch.float32 else 0.5)
+        return GenerationPipeline(
+            open_generator=lambda: open_generator(
+                config,
+                config.model_name_or_path,
+                self.tokenizer,
+                str(self._publish_dtype()).removeprefix("torch."),
+                self.max_model_len,
+                shared_model=self.model if shares_model else None,
+                device=self.engine_device,
+                trust_remote_code=config.trust_remote_code,
+            ),
+            stream=PromptStream(self.prompts.ids, config.seed),
+            store=self.store,
+            sampling=sampling,
+            prompts_per_batch=self.plan.prompts,
+            num_batches=self.plan.updates,
+            pacing=Pacing(config.max_staleness, config.weight_update),
+            timeout=config.generator_timeout,
+            evaluation=evaluation,
+            max_mismatch=bound,
+        )
+
+    def _next_batch(self, last: bool = False) -> RolloutBatch | None:
+        """The next training batch, on every rank; evaluations that come before it are scored and logged. A failure of the
+        generator is raised on every rank."""
+        while True:
+            received, error = None, None
+            with self.timers.time("trainer_wait"):
+                if self.pipeline:
+                    try:
+                        received = self.pipeline.get()
+                    except Exception as failure:
+                        error = failure
+                message = distributed.broadcast(received if error is None else "".join(traceback.format_exception(error)))
+            if error is not None:
+                raise error
+            if isinstance(message, str):
+                raise RuntimeError(f"the generator failed on rank 0:\n{message}")
+            if message.kind == "train":
+                return message
+            self._evaluate(message)
+            if last and message.index == self.plan.updates:
+                return None
+
+    def _deal(self, batch: RolloutBatch, update: int) -> list[list[Rollout]]:
+        """This rank's prompts, mini-batch after mini-batch. Mini-batches are drawn over the whole batch first, so that any number
+        of ranks trains on the same ones."""
+        k, ranks = self.config.num_generations, distributed.world_size()
+        groups = [batch.rollouts[i : i + k] for i in range(0, len(batch.rollouts), k)]
+        order = np.random.default_rng([self.config.seed, update, 1]).permutation(len(groups))
+        per_step = self.plan.prompts_per_mini_batch
+        mine = [i for start in range(0, len(order), per_step) for i in order[start : start + per_step][distributed.rank() :: ranks]]
+        if self.config.dump_rollouts and distributed.is_main():
+            write_rollouts(self.output / "rollouts.jsonl", batch.rollouts, update=update)
+        return [groups[i] for i in mine]
+
+    def _score(self, groups: list[list[Rollout]]) -> ScoredBatch:
+        device, config = self.accelerator.device, self.config
+        responses = [[rollout.response_ids for rollout in group] for group in groups]
+        tokens = pad_tokens([group[0].prompt_ids for group in groups], responses, self.tokenizer.pad_token_id)
+        shape = tokens["response_ids"].shape
+        mask = length_mask(tokens["response_length"], shape[-1])
+        with self.timers.time("score"):
+            flat = [rollout for group in groups for rollout in group]
+            raw = score_samples(self.reward, self._samples(flat, self.prompts), config.reward_model_path)
+            finished = torch.tensor([rollout.finish_reason == "stop" for rollout in flat])
+            scores = penalize_missing_eos(raw, finished, config.missing_eos_penalty, config.missing_eos_score)
+            tokens = {name: tensor.to(device) for name, tensor in tokens.items()}
+            ref_logprobs = self._ref_logprobs(tokens)
+        behaviour = torch.tensor([[r.logprobs + [0.0] * (shape[-1] - len(r.logprobs)) for r in group] for group in groups])
+        self._observe(flat, scores, finished)
+        mask, behaviour = mask.to(device), behaviour.to(device)
+        kl = sequence_sum(behaviour - ref_logprobs, mask)
+        self.metrics.observe("objective/kl", kl.flatten().cpu())
+        self.metrics.observe("objective/entropy", sequence_sum(-behaviour, mask).flatten().cpu())
+        self.metrics.observe("objective/rlhf_reward", (scores.to(device) - self.algorithm.kl_coef * kl.flatten()).cpu())
+        return ScoredBatch(groups, tokens, mask, scores.view(shape[:2]).to(device), behaviour, ref_logprobs)
+
+    def _observe(self, rollouts: list[Rollout], scores: torch.Tensor, finished: torch.Tensor) -> None:
+        self.metrics.observe("objective/score", scores, std_name="objective/score_std")
+        self.metrics.observe("rollout/response_length", [len(rollout.response_ids) for rollout in rollouts])
+        self.metrics.observe("rollout/eos_frac", finished.float())
+
+    def _samples(self, rollouts: list[Rollout], prompts: PromptData) -> list[Sample]:
+        samples = []
+        for rollout in rollouts:
+            finished = rollout.finish_reason == "stop"
+            said = rollout.response_ids[:-1] if finished else rollout.response_ids
+            row = prompts.rows[rollout.row]
+            text = self.tokenizer.decode(said, skip_special_tokens=True)
+            samples.append(Sample(self.encoder.prompt_text(row), text, rollout.prompt_ids, rollout.response_ids, finished, row))
+        return samples
+
+    @torch.no_grad()
+    def _ref_logprobs(self, tokens: Tensors) -> torch.Tensor:
+        policy = self.reference or self.accelerator.unwrap_model(self.policy)
+        if self.peft:
+            with policy.model.disable_adapter():
+                return self._forward(policy, tokens)
+        return self._forward(policy, tokens)
+
+    def _forward(self, policy: Policy, tokens: Tensors) -> torch.Tensor:
+        size = self.plan.prompts_per_forward
+        return torch.cat([policy(**rows, temperature=self.config.temperature) for rows in _rows_in_chunks(tokens, size)])
+
+    def _train(self, batch: Tensors, scored: ScoredBatch, update: int) -> None:
+        per_step = len(batch["weight"]) // self.config.num_mini_batches
+        versions = [version for group in scored.rollouts for rollout in group for version in rollout.versions]
+        self.metrics.observe("staleness/batches_mean", [update - version for version in versions])
+        self.metrics.maximum("staleness/batches_max", update - min(versions))
+        sampled_at = torch.tensor([self.steps_at[version] for version in versions], dtype=torch.float64)
+        with self.timers.time("train"):
+            for epoch in range(self.config.num_ppo_epochs):
+                order = np.random.default_rng([self.config.seed, update, 2, epoch]).permutation(self.config.num_mini_batches)
+                for index in order if epoch else range(self.config.num_mini_batches):
+                    self.metrics.observe("staleness/steps_mean", self.optimizer_steps - sampled_at)
+                    self.metrics.maximum("staleness/steps_max", self.optimizer_steps - sampled_at.min())
+                    rows = slice(index * per_step, (index + 1) * per_step)
+                    self._step({name: tensor[rows] for name, tensor in batch.items()})
+
+    def _step(self, mini_batch: Tensors) -> None:
+        """One optimizer step: the gradient of the mean over the mini-batch's units, all ranks and accumulation steps together."""
+        units = distributed.all_sum(mini_batch["weight"].sum())
+        self.metrics.mean("dpo/skipped_steps", float(units == 0), 1)
+        if units:
+            chunks = list(_rows_in_chunks(mini_batch, self.plan.prompts_per_forward))
+            for i, rows in enumerate(chunks):
+                last = i == len(chunks) - 1
+                with self.accelerator.no_sync(self.policy) if not last else nullcontext():
+                    loss = self.algorithm.loss(self.policy, rows, self.metrics)
+                    self.accelerator.backward(loss * distributed.world_size() / units)
+            norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
+            require_finite(norm, self.optimizer_steps)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.optimizer_steps += 1
+        self.learning_rate = self.optimizer.param_groups[0]["lr"]
+        self.scheduler.step()
+
+    # -- after an update ----------------------------------------------------------------------------------------------------
+
+    def _publish_dtype(self) -> torch.dtype:
+        """The type that the trainer computes in is the one that the engine samples in."""
+        names = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return names.get(self.accelerator.mixed_precision, next(self.model.parameters()).dtype)
+
+    def _publish(self, version: int) -> None:
+        self.steps_at[version] = self.optimizer_steps
+        if not self.pipeline:
+            return
+        with self.timers.time("weight_sync"):
+            probe = self.prompts.ids[0][:PROBE_TOKENS]
+            tensors = None if self.shares_model else whole_weights(self.model, self._publish_dtype())
+            self.store.publish(version, self.optimizer_steps, tensors, probe, self._probe_logprobs(probe))
+
+    @torch.no_grad()
+    def _probe_logprobs(self, ids: list[int]) -> list[float]:
+        if len(ids) < 2:
+            return []
+        tokens = torch.tensor([ids], device=self.accelerator.device)
+        self.model.eval()
+        with self.accelerator.autocast():
+            logits = self.model(tokens).logits
+        self.model.train()
+        return token_logprobs(logits[:, :-1], tokens[:, 1:])[0].tolist()
+
+    def _log(self, update: int, batch: RolloutBatch) -> None:
+        values, self.metrics = self.metrics.reduce(), Metrics()
+        seconds = self.timers.take()
+        tokens = sum(len(rollout.response_ids) for rollout in batch.rollouts)
+        record = {
+            "episode": (update + 1) * self.plan.completions,
+            "step": update + 1,
+            "version": batch.version,
+            "lr": self.learning_rate,
+            **values,
+            "rollout/tokens": tokens,
+            "time/generate": batch.generate_seconds,
+            "time/generator_wait": batch.generator_wait_seconds,
+            **{f"time/{name}": seconds.get(name, 0.0) for name in ("update", "score", "train", "trainer_wait")},
+            "time/weight_sync": seconds.get("weight_sync", 0.0) + batch.weight_sync_seconds,
+            "throughput/episodes_per_s": self.plan.completions / seconds["update"],
+            "throughput/tokens_per_s": tokens / seconds["update"],
+        }
+        if batch.mismatch is not None:
+            record["mismatch/logprob_abs"] = batch.mismatch
+        if distributed.is_main():
+            append_json(self.output / "metrics.jsonl", record)
+            self.bar.set_postfix_str(
+                f"{record['throughput/episodes_per_s']:.1f} episodes/s, score {record['objective/score']:.3f}, "
+                f"KL {record['objective/kl']:.2f}, staleness {record['staleness/batches_mean']:.2f}"
+            )
+            self.bar.update()
+        self.accelerator.log(record, step=update + 1)
+
+    def _evaluate(self, batch: RolloutBatch) -> None:
+        """Score held-out completions, log their mean at the snapshot's step, and write them to a file."""
+        mine = batch.rollouts[distributed.rank() :: distributed.world_size()]
+        samples = self._samples(mine, self.eval_prompts)
+        scores = score_samples(self.reward, samples, self.config.reward_model_path) if mine else torch.empty(0)
+        gathered = distributed.all_gather([(s.prompt, s.response, s.finished, float(x)) for s, x in zip(samples, scores, strict=True)])
+        rows = [row for rank in gathered for row in rank]
+        values = {
+            "eval/score": float(np.mean([row[3] for row in rows])),
+            "eval/eos_frac": float(np.mean([row[2] for row in rows])),
+            "eval/response_length": float(np.mean([len(rollout.response_ids) for rollout in batch.rollouts])),
+        }
+        if distributed.is_main():
+            record = {"version": batch.version, "step": batch.version, "episode": batch.version * self.plan.completions, **values}
+            append_json(self.output / "eval.jsonl", record)
+            folder = self.output / "completions"
+            folder.mkdir(exist_ok=True)
+            for prompt, response, finished, score in rows:
+                line = {"prompt": prompt, "response": response, "finished": finished, "score": score}
+                append_json(folder / f"eval-{batch.version:06d}.jsonl", line)
+            for tracker in self.accelerator.trackers:
+                if hasattr(tracker, "log_table"):
+                    tracker.log_table("eval/completions", ["prompt", "response", "finished", "score"], [list(row) for row in rows[:32]])
+        self.accelerator.log(values, step=batch.version)
+
+    def _save_due(self, updates: int) -> bool:
+        steps = self.config.save_steps
+        every = max(1, round(steps * self.plan.updates)) if steps < 1 else round(steps)
+        return updates % every == 0 or updates == self.plan.updates
+
+    def _save(self, updates: int) -> None:
+        if distributed.is_main():
+            model = self.model.get_base_model() if self.peft else self.model
+            state = {name: tensor.cpu() for name, tensor in whole_weights(self.model)}
+            save_model(model, self.tokenizer, self.output / f"checkpoint-{updates}", state)
+
+
+def require_finite(norm: torch.Tensor | float | None, step: int) -> None:
+    """Raise `FloatingPointError` before a NaN reaches the weights."""
+    if norm is not None and not bool(torch.isfinite(torch.as_tensor(float(norm)))):
+        raise FloatingPointError(
+            f"the gradient of optimizer step {step} is {float(norm)}; the weights were not changed: lower learning_rate"
+        )
+
+
+def policy_metrics(metrics: Metrics, logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> None:
+    """`policy/*`: the policy that trains against the one that sampled, `[…, R]` each."""
+    logprobs = logprobs.detach()
+    stats = importance_stats(logprobs, behaviour, mask)
+    tokens = mask.sum()
+    metrics.mean("policy/ratio_mean", stats["ratio"][mask].sum(), tokens)
+    metrics.mean("policy/approx_kl", stats["approx_kl"][mask].sum(), tokens)
+    if tokens:
+        metrics.maximum("policy/ratio_max", stats["ratio"][mask].max())
+    metrics.effective_samples("policy/ess", stats["sequence_log_ratio"])
+
+
+def _rows_in_chunks(tensors: Tensors, size: int) -> Iterator[Tensors]:
+    for start in range(0, len(next(iter(tensors.values()))), size):
+        yield {name: tensor[start : start + size] for name, tensor in tensors.items()}
+
+
+# -- before a run -----------------------------------------------------------------------------------------------------------
+
+
+def check_paths(config: RLConfig) -> None:
+    """Raise `UserError` for a path that cannot be; loads nothing."""
+    check_model_path(config.model_name_or_path, "model_name_or_path")
+    if config.sft_model_path:
+        check_model_path(config.sft_model_path, "sft_model_path")
+    check_reward(config.reward_model_path, "reward_model_path")
+    require(config.generator != "replay" or Path(config.replay_path).is_file(), f"replay_path {config.replay_path!r}: no such file")
+
+
+def dry_run(config: RLConfig) -> None:
+    """Check every path and column and print the plan of the run."""
+    check_paths(config)
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    plan = BatchPlan.of(config, processes)
+    for split in ("train", "eval") if config.eval_steps else ("train",):
+        name = (config.eval_dataset_name if split == "eval" else None) or config.dataset_name
+        if is_local(name):
+            rows = load_split(config, split, Encoder.prompt_columns(config))
+            print(f"{split} prompts: {len(rows)} rows of {name}")
+        else:
+            print(f"{split} prompts: {name} on the hub, read when the run starts")
+    print(plan.describe(config))
+    print(f"devices: {_device_plan(config, processes)}")
+    steps = config.save_steps
+    every = max(1, round(steps * plan.updates)) if steps < 1 else round(steps)
+    saved = sorted({*range(every, plan.updates + 1, every), plan.updates})
+    files = ["run_config.json", "metrics.jsonl", *(f"checkpoint-{n}" for n in saved)]
+    files += ["eval.jsonl", "completions/"] * bool(config.eval_steps) + ["rollouts.jsonl"] * config.dump_rollouts
+    print(f"files in {config.output_dir}: {', '.join(files)}")
+
+
+def _device_plan(config: RLConfig, processes: int) -> str:
+    training = f"{processes} training process{'es' * (processes > 1)}"
+    training += f" on cuda:0 to cuda:{processes - 1}" if torch.cuda.is_available() else " on the CPU"
+    if config.generator != "vllm":
+        return f"{training}; generator {config.generator} in the training process"
+    try:
+        return f"{training}; vLLM on {choose_device(config.vllm_device, processes)}"
+    except UserError as error:
+        return f"{training}; vLLM on {config.vllm_device}, which is not here ({error})"
