@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import DataConfig, GeneratorConfig, ModelConfig, require, run_script, setting
-from async_rlhf.data import Encoder, PromptData, load_prompts, load_split, quiet_datasets
+from async_rlhf.data import Encoder, PromptData, load_prompts, load_split, quiet_libraries
 from async_rlhf.evaluation import (
     SAMPLING_FIELDS,
     EvalSamplingConfig,
@@ -33,7 +33,7 @@ from async_rlhf.generation import Generator, Sampling
 from async_rlhf.models import Policy, end_token_ids, load_causal_lm, load_tokenizer, pad_tokens
 from async_rlhf.rollout import Prompt, Rollout
 from async_rlhf.vllm_utils import choose_device, open_generator
-from async_rlhf.weights import Snapshot, WeightStore, whole_weights
+from async_rlhf.weights import WeightStore, whole_weights
 
 PROMPTS_AT_A_TIME = 1024
 PROBE_TOKENS = 64
@@ -58,7 +58,7 @@ class GenerateConfig(EvalSamplingConfig, GeneratorConfig, DataConfig, ModelConfi
 
 def main() -> None:
     config = parse_with_defaults(GenerateConfig, run_defaults)
-    quiet_datasets()
+    quiet_libraries()
     checkpoints = find_checkpoints(config.model_name_or_path)
     folder = generations_folder(config.dataset_path, config.model_name_or_path)
     check_replaceable(folder)
@@ -126,8 +126,7 @@ def generate(
                 generator = open_generator(
                     config, path, tokenizer, config.torch_dtype, longest, device=device, trust_remote_code=config.trust_remote_code
                 )
-            else:
-                generator.load_weights(store.publish(index, 0, whole_weights(model)))
+            generator.load_weights(store.publish(index, 0, whole_weights(model)))
             mismatches[name] = check_weights(config, generator, model, prompts[0].ids[:PROBE_TOKENS])
             sampling = Sampling.from_config(
                 config, config.num_generations, end_token_ids(model, tokenizer, config.stop_token_ids), config.seed
@@ -143,10 +142,10 @@ def generate(
 def check_context(model: PreTrainedModel, longest: int, data: PromptData) -> None:
     """Raise `UserError` if the longest prompt and its response do not fit the model."""
     context = getattr(model.config, "max_position_embeddings", None) or longest
-    row = max(range(len(data)), key=lambda i: len(data.ids[i]))
+    row, tokens = max(enumerate(map(len, data.ids)), key=lambda item: item[1])
     require(
         longest <= context,
-        f"prompt {row} has {len(data.ids[row])} tokens, with response_length {longest - len(data.ids[row])} more than the model's {context}: "
+        f"prompt {row} has {tokens} tokens; with response_length {longest - tokens} that is over the model's {context}: "
         "lower max_prompt_length or response_length",
     )
 
@@ -181,14 +180,9 @@ def sample_checkpoint(
         samples = generator.generate(chunk, for_kl) if for_kl.n else []
         tokens += sum(len(rollout.response_ids) for rollout in responses + samples)
         for i in range(len(chunk)):
-            column.append(
-                {
-                    "responses": [as_response(rollout, tokenizer) for rollout in responses[i * sampling.n : (i + 1) * sampling.n]],
-                    "kl_samples": [
-                        {"ids": rollout.response_ids, "logprobs": rollout.logprobs} for rollout in samples[i * for_kl.n : (i + 1) * for_kl.n]
-                    ],
-                }
-            )
+            own = [as_response(rollout, tokenizer) for rollout in responses[i * sampling.n : (i + 1) * sampling.n]]
+            drawn = [{"ids": r.response_ids, "logprobs": r.logprobs} for r in samples[i * for_kl.n : (i + 1) * for_kl.n]]
+            column.append({"responses": own, "kl_samples": drawn})
     seconds = time.perf_counter() - started
     print(f"{name}: {tokens} tokens in {seconds:.0f} s, {tokens / seconds:.0f} tokens/s")
     return column

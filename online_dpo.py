@@ -14,12 +14,14 @@ from typing import Literal
 
 import torch
 
+from async_rlhf.algorithm import ScoredBatch, Tensors
 from async_rlhf.config import RLConfig, parse, require, run_script, setting
 from async_rlhf.data import quiet_libraries
+from async_rlhf.dry_run import dry_run
 from async_rlhf.losses import preference_loss, select_pairs, sequence_sum
-from async_rlhf.metrics import Metrics
+from async_rlhf.metrics import Metrics, policy_metrics
 from async_rlhf.models import Policy, length_mask
-from async_rlhf.trainer import ScoredBatch, Tensors, Trainer, dry_run, policy_metrics
+from async_rlhf.trainer import Trainer
 
 
 @dataclass

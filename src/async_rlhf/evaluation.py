@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -141,9 +141,16 @@ def read_settings(folder: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def check_recorded(config: EvalSamplingConfig, generations: Generations, folder: Path) -> None:
+    """Raise `UserError` where the configuration speaks of other completions than were generated."""
+    for name in SAMPLING_FIELDS:
+        recorded, given = generations.settings["sampling"][name], getattr(config, name)
+        require(given == recorded, f"{name} {given}: the generations in {str(folder)!r} were made with {recorded}; leave it out")
+
+
 def check_comparable(ours: Generations, theirs: Generations) -> None:
     """Raise `UserError` unless both are completions of the same prompts, sampled alike."""
-    for name in ("response_length", "temperature", "top_p", "top_k"):
+    for name in ("response_length", "temperature", "top_p", "top_k", "stop_token_ids"):
         a, b = ours.settings["sampling"][name], theirs.settings["sampling"][name]
         require(a == b, f"baseline_dataset_path: its {name} is {b}, that of the run {a}; generate one of them again")
     same = len(ours.rows) == len(theirs.rows) and ours.rows["prompt"][:] == theirs.rows["prompt"][:]
@@ -186,7 +193,7 @@ def sequence_log_ratio(policy_logprobs: Sequence[float], reference_logprobs: Seq
 
 
 @dataclass
-class Judged:
+class Measured:
     """Everything measured of one checkpoint: gold `scores`, `lengths` in tokens and `finished`, `[prompts, n]` each; the SFT model's
     `sft_logprobs`, one sequence a response; and `log_ratios [prompts, kl_samples]` of the samples for the KL."""
 
@@ -195,14 +202,13 @@ class Judged:
     finished: np.ndarray
     sft_logprobs: list[Sequence[float]] | None = None
     log_ratios: np.ndarray | None = None
-    results: dict = field(default_factory=dict)
 
 
-def summarize(judged: Judged, reference_scores: np.ndarray, interval: Interval) -> dict:
+def summarize(measured: Measured, reference_scores: np.ndarray, interval: Interval) -> dict:
     """The results of one checkpoint; `reference_scores: [prompts, 1]` are gold scores of the reference completions."""
-    wins, ties = win_shares(judged.scores, reference_scores)
-    scores = judged.scores.mean(1)
-    kl = judged.log_ratios.mean(1) if judged.log_ratios is not None else None
+    wins, ties = win_shares(measured.scores, reference_scores)
+    scores = measured.scores.mean(1)
+    kl = measured.log_ratios.mean(1) if measured.log_ratios is not None else None
     return {
         "win_rate": float(wins.mean()),
         "win_rate_ci": interval(wins),
@@ -210,11 +216,11 @@ def summarize(judged: Judged, reference_scores: np.ndarray, interval: Interval) 
         "score": float(scores.mean()),
         "score_ci": interval(scores),
         "reference_score": float(reference_scores.mean()),
-        "perplexity": perplexity(judged.sft_logprobs) if judged.sft_logprobs is not None else None,
+        "perplexity": perplexity(measured.sft_logprobs) if measured.sft_logprobs is not None else None,
         "kl": float(kl.mean()) if kl is not None else None,
         "kl_ci": interval(kl) if kl is not None else None,
-        "response_length": float(judged.lengths.mean()),
-        "eos_rate": float(judged.finished.mean()),
+        "response_length": float(measured.lengths.mean()),
+        "eos_rate": float(measured.finished.mean()),
     }
 
 
@@ -236,6 +242,14 @@ def compare(scores: np.ndarray, baseline: np.ndarray, interval: Interval) -> dic
 
 
 # -- what is shown ------------------------------------------------------------------------------------------------------------
+
+
+def write_results(results: dict, folder: Path) -> None:
+    """results.json, results.md and gold_against_kl.png. A tracker would get the same `results` here."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(results, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / "results.md").write_text(markdown_table(results), encoding="utf-8")
+    draw(results, folder / "gold_against_kl.png")
 
 
 def markdown_table(results: dict) -> str:
@@ -267,11 +281,11 @@ def markdown_table(results: dict) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return "–" if value is None else f"{value:z.3f}"
 
 
 def _with_interval(value: float | None, bounds: Sequence[float] | None) -> str:
-    return _number(value) if bounds is None else f"{value:.3f} [{bounds[0]:.3f}, {bounds[1]:.3f}]"
+    return _number(value) if bounds is None else f"{value:z.3f} [{bounds[0]:z.3f}, {bounds[1]:z.3f}]"
 
 
 def _head_to_head(result: dict | None) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from async_rlhf import distributed
-from async_rlhf.losses import effective_sample_share
+from async_rlhf.losses import effective_sample_share, importance_stats
 
 
 class Metrics:
@@ -57,6 +57,18 @@ class Metrics:
             weights = torch.tensor([w for rank in ranks for w in rank[3].get(name, [])], dtype=torch.float64)
             values[name] = float(effective_sample_share(weights))
         return values
+
+
+def policy_metrics(metrics: Metrics, logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> None:
+    """`policy/*`: the policy that trains against the one that sampled, `[…, R]` each."""
+    logprobs = logprobs.detach()
+    stats = importance_stats(logprobs, behaviour, mask)
+    tokens = mask.sum()
+    metrics.mean("policy/ratio_mean", stats["ratio"][mask].sum(), tokens)
+    metrics.mean("policy/approx_kl", stats["approx_kl"][mask].sum(), tokens)
+    if tokens:
+        metrics.maximum("policy/ratio_max", stats["ratio"][mask].max())
+    metrics.effective_samples("policy/ess", stats["sequence_log_ratio"])
 
 
 class Timers:

@@ -6,9 +6,8 @@ import shutil
 import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,14 +17,15 @@ from tqdm import tqdm
 from transformers import AutoConfig, get_scheduler
 
 from async_rlhf import distributed
-from async_rlhf.config import BatchPlan, RLConfig, UserError, require
-from async_rlhf.data import Encoder, PromptData, PromptStream, is_local, load_prompts, load_split
+from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
+from async_rlhf.config import BatchPlan, RLConfig, require
+from async_rlhf.data import Encoder, PromptStream, load_prompts
+from async_rlhf.dry_run import check_paths
 from async_rlhf.generation import Sampling
-from async_rlhf.losses import importance_stats, penalize_missing_eos, sequence_sum
+from async_rlhf.losses import penalize_missing_eos, sequence_sum
 from async_rlhf.metrics import Metrics, Timers, append_json
 from async_rlhf.models import (
     Policy,
-    check_model_path,
     disable_dropout,
     end_token_ids,
     length_mask,
@@ -37,42 +37,13 @@ from async_rlhf.models import (
     token_logprobs,
 )
 from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
-from async_rlhf.rewards import Sample, check_reward, load_reward, score_samples
+from async_rlhf.rewards import load_reward, rollout_samples, score_samples
 from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, write_rollouts
 from async_rlhf.vllm_utils import choose_device, open_generator, trainer_cores
 from async_rlhf.weights import WeightStore, whole_weights
 
 PROBE_TOKENS = 48
 EVALUATION_POSITION = 1 << 40  # evaluation prompts stand there in the stream, so that their noise is their own
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass
-class ScoredBatch:
-    """One rank's share of a batch, in training order: p prompts, k completions each, R the longest response.
-
-    `tokens` are those of `pad_tokens`; `mask [p, k, R]`; `scores [p, k]` with the missing-eos penalty applied; and
-    `behaviour_logprobs`, the generator's own, and `ref_logprobs`, the reference's, `[p, k, R]`, at the sampling temperature.
-    """
-
-    rollouts: list[list[Rollout]]
-    tokens: Tensors
-    mask: torch.Tensor
-    scores: torch.Tensor
-    behaviour_logprobs: torch.Tensor
-    ref_logprobs: torch.Tensor
-
-
-class Algorithm(Protocol):
-    """What differs between algorithms: how scored rollouts become a training batch, and the loss over it."""
-
-    kl_coef: float
-
-    def make_batch(self, scored: ScoredBatch, metrics: Metrics) -> Tensors:
-        """Tensors with a row a prompt; `weight [p]` is how many units of the loss (pairs, sequences, tokens) a row holds."""
-
-    def loss(self, policy: Policy, rows: Tensors, metrics: Metrics) -> torch.Tensor:
-        """The loss summed over the rows' units, a scalar. The trainer divides by the mini-batch's units over all ranks."""
 
 
 class Trainer:
@@ -280,7 +251,7 @@ class Trainer:
         mask = length_mask(tokens["response_length"], shape[-1])
         with self.timers.time("score"):
             flat = [rollout for group in groups for rollout in group]
-            raw = score_samples(self.reward, self._samples(flat, self.prompts), config.reward_model_path)
+            raw = score_samples(self.reward, rollout_samples(flat, self.prompts.rows, self.encoder), config.reward_model_path)
             finished = torch.tensor([rollout.finish_reason == "stop" for rollout in flat])
             scores = penalize_missing_eos(raw, finished, config.missing_eos_penalty, config.missing_eos_score)
             tokens = {name: tensor.to(device) for name, tensor in tokens.items()}
@@ -298,16 +269,6 @@ class Trainer:
         self.metrics.observe("objective/score", scores, std_name="objective/score_std")
         self.metrics.observe("rollout/response_length", [len(rollout.response_ids) for rollout in rollouts])
         self.metrics.observe("rollout/eos_frac", finished.float())
-
-    def _samples(self, rollouts: list[Rollout], prompts: PromptData) -> list[Sample]:
-        samples = []
-        for rollout in rollouts:
-            finished = rollout.finish_reason == "stop"
-            said = rollout.response_ids[:-1] if finished else rollout.response_ids
-            row = prompts.rows[rollout.row]
-            text = self.tokenizer.decode(said, skip_special_tokens=True)
-            samples.append(Sample(self.encoder.prompt_text(row), text, rollout.prompt_ids, rollout.response_ids, finished, row))
-        return samples
 
     @torch.no_grad()
     def _ref_logprobs(self, tokens: Tensors) -> torch.Tensor:
@@ -414,7 +375,7 @@ class Trainer:
     def _evaluate(self, batch: RolloutBatch) -> None:
         """Score held-out completions, log their mean at the snapshot's step, and write them to a file."""
         mine = batch.rollouts[distributed.rank() :: distributed.world_size()]
-        samples = self._samples(mine, self.eval_prompts)
+        samples = rollout_samples(mine, self.eval_prompts.rows, self.encoder)
         scores = score_samples(self.reward, samples, self.config.reward_model_path) if mine else torch.empty(0)
         gathered = distributed.all_gather([(s.prompt, s.response, s.finished, float(x)) for s, x in zip(samples, scores, strict=True)])
         rows = [row for rank in gathered for row in rank]
@@ -456,63 +417,6 @@ def require_finite(norm: torch.Tensor | float | None, step: int) -> None:
         )
 
 
-def policy_metrics(metrics: Metrics, logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> None:
-    """`policy/*`: the policy that trains against the one that sampled, `[…, R]` each."""
-    logprobs = logprobs.detach()
-    stats = importance_stats(logprobs, behaviour, mask)
-    tokens = mask.sum()
-    metrics.mean("policy/ratio_mean", stats["ratio"][mask].sum(), tokens)
-    metrics.mean("policy/approx_kl", stats["approx_kl"][mask].sum(), tokens)
-    if tokens:
-        metrics.maximum("policy/ratio_max", stats["ratio"][mask].max())
-    metrics.effective_samples("policy/ess", stats["sequence_log_ratio"])
-
-
 def _rows_in_chunks(tensors: Tensors, size: int) -> Iterator[Tensors]:
     for start in range(0, len(next(iter(tensors.values()))), size):
         yield {name: tensor[start : start + size] for name, tensor in tensors.items()}
-
-
-# -- before a run -----------------------------------------------------------------------------------------------------------
-
-
-def check_paths(config: RLConfig) -> None:
-    """Raise `UserError` for a path that cannot be; loads nothing."""
-    check_model_path(config.model_name_or_path, "model_name_or_path")
-    if config.sft_model_path:
-        check_model_path(config.sft_model_path, "sft_model_path")
-    check_reward(config.reward_model_path, "reward_model_path")
-    require(config.generator != "replay" or Path(config.replay_path).is_file(), f"replay_path {config.replay_path!r}: no such file")
-
-
-def dry_run(config: RLConfig) -> None:
-    """Check every path and column and print the plan of the run."""
-    check_paths(config)
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    plan = BatchPlan.of(config, processes)
-    for split in ("train", "eval") if config.eval_steps else ("train",):
-        name = (config.eval_dataset_name if split == "eval" else None) or config.dataset_name
-        if is_local(name):
-            rows = load_split(config, split, Encoder.prompt_columns(config))
-            print(f"{split} prompts: {len(rows)} rows of {name}")
-        else:
-            print(f"{split} prompts: {name} on the hub, read when the run starts")
-    print(plan.describe(config))
-    print(f"devices: {_device_plan(config, processes)}")
-    steps = config.save_steps
-    every = max(1, round(steps * plan.updates)) if steps < 1 else round(steps)
-    saved = sorted({*range(every, plan.updates + 1, every), plan.updates})
-    files = ["run_config.json", "metrics.jsonl", *(f"checkpoint-{n}" for n in saved)]
-    files += ["eval.jsonl", "completions/"] * bool(config.eval_steps) + ["rollouts.jsonl"] * config.dump_rollouts
-    print(f"files in {config.output_dir}: {', '.join(files)}")
-
-
-def _device_plan(config: RLConfig, processes: int) -> str:
-    training = f"{processes} training process{'es' * (processes > 1)}"
-    training += f" on cuda:0 to cuda:{processes - 1}" if torch.cuda.is_available() else " on the CPU"
-    if config.generator != "vllm":
-        return f"{training}; generator {config.generator} in the training process"
-    try:
-        return f"{training}; vLLM on {choose_device(config.vllm_device, processes)}"
-    except UserError as error:
-        return f"{training}; vLLM on {config.vllm_device}, which is not here ({error})"

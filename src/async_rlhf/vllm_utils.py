@@ -75,7 +75,7 @@ def _engine_environment(device: str, config: GeneratorConfig) -> Iterator[None]:
     for name in filter(DISTRIBUTED_VARIABLES.fullmatch, saved):
         del os.environ[name]
     os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     kind, _, index = device.partition(":")
     if kind == "cpu":
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": index, "VLLM_CPU_KVCACHE_SPACE": str(config.vllm_cpu_kvcache_gib)}
@@ -236,7 +236,7 @@ class VLLMGenerator:
         self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
 
     def close(self) -> None:
-        self._engine.shutdown()
+        self._engine.shutdown(timeout=10)
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
         del self._engine

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from datasets import Dataset
+
+from async_rlhf.data import Encoder
+from async_rlhf.rollout import Rollout
 
 FUNCTION = re.compile(r"(?P<module>[\w./~-]+(\.py)?):(?P<name>\w+)")
 
@@ -60,6 +64,17 @@ def load_reward(spec: str, device: torch.device | str = "cpu", **model_settings)
     if is_function(spec):
         return FunctionReward(spec)
     return RewardModel(str(Path(spec).expanduser()) if Path(spec).exists() else spec, device, **model_settings)
+
+
+def rollout_samples(rollouts: Sequence[Rollout], rows: Dataset, encoder: Encoder) -> list[Sample]:
+    """The samples to score: `rows[rollout.row]` is the data-set row of each rollout."""
+    samples = []
+    for rollout in rollouts:
+        finished, row = rollout.finish_reason == "stop", rows[rollout.row]
+        said = rollout.response_ids[:-1] if finished else rollout.response_ids
+        text = encoder.tokenizer.decode(said, skip_special_tokens=True)
+        samples.append(Sample(encoder.prompt_text(row), text, rollout.prompt_ids, rollout.response_ids, finished, row))
+    return samples
 
 
 def score_samples(reward: Reward, samples: Sequence[Sample], name: str) -> torch.Tensor:

@@ -55,8 +55,7 @@ class RewardModel:
     def encode(self, sample: Sample) -> list[int]:
         """The token ids that are scored: prompt, response and, for a decoder, the end of sequence if the response has one."""
         if self.is_encoder:
-            pair = sample.prompt, sample.response.strip()
-            return self.tokenizer(*pair, truncation="only_first", max_length=self.max_length)["input_ids"]
+            return encode_pair(self.tokenizer, sample.prompt, sample.response, self.max_length)
         if self.reuses_ids and sample.response_ids:
             prompt, response = sample.prompt_ids, sample.response_ids
         else:
@@ -64,8 +63,7 @@ class RewardModel:
             response = self.tokenizer(sample.response, add_special_tokens=False)["input_ids"]
             if sample.finished and self.tokenizer.eos_token_id is not None:
                 response = [*response, self.tokenizer.eos_token_id]
-        room = max(0, self.max_length - len(response))
-        return (prompt[-room:] if room else []) + response
+        return join_ids(prompt, response, self.max_length)
 
     def forward(self, ids: list[list[int]]) -> torch.Tensor:
         """Scores `[len(ids)]` of right-padded sequences."""
@@ -80,6 +78,17 @@ class RewardModel:
         hidden = self.model.base_model(tokens, attention_mask=mask).last_hidden_state
         last = hidden[torch.arange(len(ids), device=device), (lengths - 1).to(device)]
         return self.model.score(last)[:, 0]
+
+
+def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str, max_length: int) -> list[int]:
+    """What an encoder reads: both texts in one sequence, the prompt cut. `tokenizer` truncates from the left."""
+    return tokenizer(prompt, response.strip(), truncation="only_first", max_length=max_length)["input_ids"]
+
+
+def join_ids(prompt: list[int], response: list[int], max_length: int) -> list[int]:
+    """What a decoder reads: the end of the prompt, as much as fits, and the whole response."""
+    room = max(0, max_length - len(response))
+    return (prompt[-room:] if room else []) + response
 
 
 def same_vocabulary(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:

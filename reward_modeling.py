@@ -1,0 +1,101 @@
+"""Train a reward model on preference pairs, by TRL's RewardTrainer.
+
+    python reward_modeling.py --config configs/rm_tiny.yml
+
+The model is a sequence classifier with one output: a decoder, say the SFT policy with a fresh head, or an encoder such as
+MiniLM with its own tokenizer. Every field of TRL's `RewardConfig` is a setting beside those below.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
+from trl import RewardConfig, RewardTrainer
+
+from async_rlhf.config import DataConfig, ModelConfig, UserError, parse, require, run_script, setting
+from async_rlhf.data import Encoder, load_split, map_rows, quiet_libraries
+from async_rlhf.models import check_model_path, lora_config
+from async_rlhf.rewards.model import ENCODERS, encode_pair, join_ids
+
+
+@dataclass
+class RewardModelingConfig(DataConfig, ModelConfig, RewardConfig):
+    """Data and model, and every field of TRL's RewardConfig, some with defaults that hold on every machine."""
+
+    dry_run: bool = setting(False, "Check paths and columns, print the plan, load no model.")
+    output_dir: str = setting("results/rm", "Where the model is saved.")
+    bf16: bool = setting(False, "Mixed precision with bfloat16.")
+    gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass.")
+    report_to: str = setting("none", "Trackers: wandb, tensorboard, trackio, none.")
+
+    def __post_init__(self):
+        self.use_cpu = self.use_cpu or not torch.cuda.is_available()
+        super().__post_init__()
+        require(self.max_length, "max_length is not set: the longest prompt + response that the reward model reads, in tokens")
+
+
+def main() -> None:
+    config = parse(RewardModelingConfig)
+    quiet_libraries()
+    check_model_path(config.model_name_or_path, "model_name_or_path")
+    columns = Encoder.prompt_columns(config) | {config.chosen_column, config.rejected_column}
+    splits = {"train": load_split(config, "train", columns)}
+    if config.eval_strategy != "no":
+        splits["eval"] = load_split(config, "eval", columns)
+    if config.dry_run:
+        steps = config.num_train_epochs * len(splits["train"]) / config.train_batch_size / config.gradient_accumulation_steps
+        print(f"reward model on {len(splits['train'])} pairs, about {steps:.0f} steps on one process; saved in {config.output_dir}")
+        return
+
+    tokenizer, model = load_reward_base(config)
+    encoder = Encoder(config, tokenizer)
+    is_encoder = model.config.model_type in ENCODERS
+
+    def encode(row: dict) -> dict:
+        def one(column: str) -> list[int]:
+            if is_encoder:
+                return encode_pair(tokenizer, encoder.prompt_text(row), encoder.completion_text(row, column), config.max_length)
+            return join_ids(encoder.prompt_ids(row), encoder.completion_ids(row, column), config.max_length)
+
+        return {"chosen_ids": one(config.chosen_column), "rejected_ids": one(config.rejected_column)}
+
+    encoded = {split: map_rows(rows, encode, f"tokenizing {split}") for split, rows in splits.items()}
+    peft = lora_config(config)
+    if peft:
+        peft.task_type, peft.modules_to_save = "SEQ_CLS", ["score"]
+    trainer = RewardTrainer(
+        model=model,
+        args=config,
+        processing_class=tokenizer,
+        train_dataset=encoded["train"],
+        eval_dataset=encoded.get("eval"),
+        peft_config=peft,
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+def load_reward_base(config: ModelConfig):
+    """Tokenizer and classifier with one output. A pad id that no text contains marks where a sequence ends, so where the
+    tokenizer pads with eos, or not at all, it gets a `[PAD]` of its own."""
+    source = config.tokenizer_name_or_path or config.model_name_or_path
+    settings = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
+    set_seed(config.seed)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, truncation_side="left", **settings)
+        dtype = config.torch_dtype if config.torch_dtype == "auto" else getattr(torch, config.torch_dtype)
+        model = AutoModelForSequenceClassification.from_pretrained(config.model_name_or_path, num_labels=1, dtype=dtype, **settings)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no model for a reward at {config.model_name_or_path!r}: {' '.join(str(error).split())[:300]}") from error
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        if len(tokenizer) > model.config.vocab_size:
+            model.resize_token_embeddings(len(tokenizer))
+    if tokenizer.eos_token_id is None:  # an encoder's separator ends its sequences
+        tokenizer.eos_token = tokenizer.sep_token
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer, model
+
+
+if __name__ == "__main__":
+    run_script(main)

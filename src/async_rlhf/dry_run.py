@@ -1,0 +1,54 @@
+"""Before a run: every path is checked, and the plan printed, without loading a model."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from async_rlhf.config import BatchPlan, RLConfig, UserError, require
+from async_rlhf.data import Encoder, is_local, load_split
+from async_rlhf.models import check_model_path
+from async_rlhf.rewards import check_reward
+from async_rlhf.vllm_utils import choose_device
+
+
+def check_paths(config: RLConfig) -> None:
+    """Raise `UserError` for a path that cannot be; loads nothing."""
+    check_model_path(config.model_name_or_path, "model_name_or_path")
+    if config.sft_model_path:
+        check_model_path(config.sft_model_path, "sft_model_path")
+    check_reward(config.reward_model_path, "reward_model_path")
+    require(config.generator != "replay" or Path(config.replay_path).is_file(), f"replay_path {config.replay_path!r}: no such file")
+
+
+def dry_run(config: RLConfig) -> None:
+    """Check every path and column and print the plan of the run."""
+    check_paths(config)
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    plan = BatchPlan.of(config, processes)
+    for split in ("train", "eval") if config.eval_steps else ("train",):
+        name = (config.eval_dataset_name if split == "eval" else None) or config.dataset_name
+        if is_local(name):
+            rows = load_split(config, split, Encoder.prompt_columns(config))
+            print(f"{split} prompts: {len(rows)} rows of {name}")
+        else:
+            print(f"{split} prompts: {name} on the hub, read when the run starts")
+    print(plan.describe(config))
+    print(f"devices: {_device_plan(config, processes)}")
+    steps = config.save_steps
+    every = max(1, round(steps * plan.updates)) if steps < 1 else round(steps)
+    saved = sorted({*range(every, plan.updates + 1, every), plan.updates})
+    files = ["run_config.json", "metrics.jsonl", *(f"checkpoint-{n}" for n in saved)]
+    files += ["eval.jsonl", "completions/"] * bool(config.eval_steps) + ["rollouts.jsonl"] * config.dump_rollouts
+    print(f"files in {config.output_dir}: {', '.join(files)}")
+
+
+def _device_plan(config: RLConfig, processes: int) -> str:
+    training = f"{processes} training process{'es' * (processes > 1)}"
+    training += f" on cuda:0 to cuda:{processes - 1}" if torch.cuda.is_available() else " on the CPU"
+    if config.generator != "vllm":
+        return f"{training}; generator {config.generator} in the training process"
+    try:
+        return f"{training}; vLLM on {choose_device(config.vllm_device, processes)}"
+    except UserError as error:
+        return f"{training}; vLLM on {config.vllm_device}, which is not here ({error})"
