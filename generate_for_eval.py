@@ -1,6 +1,6 @@
 """Completions of every checkpoint of a run for the held-out prompts, near-greedy, for `load_and_eval.py` to judge.
 
-    python generate_for_eval.py --config configs/generate_tiny.yml --model_name_or_path results/online_dpo_tiny
+    python generate_for_eval.py --config configs/generate_tiny.yml --model_name_or_path results/onlinedpo_tiny
     python generate_for_eval.py --config configs/generate_tiny.yml --model_name_or_path results/sft_tiny   # the baseline
 
 A run is a folder with `checkpoint-<update>` models, or a model. Data, template and response length are those that it was

@@ -16,10 +16,12 @@ from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf.config import UserError
+from async_rlhf.data import PromptData
 from async_rlhf.evaluation import (
     Generations,
     Measured,
     bootstrap_interval,
+    check_comparable,
     check_recorded,
     check_replaceable,
     compare,
@@ -35,6 +37,7 @@ from async_rlhf.evaluation import (
     training_settings,
     win_shares,
 )
+from async_rlhf.generation import HFGenerator
 from async_rlhf.models import save_model, scratch_causal_lm, train_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -357,3 +360,52 @@ def test_sampling_settings_other_than_recorded_are_refused(folder, field, value)
     config = parse_with_defaults(script.EvaluateConfig, script.recorded_defaults, arguments)
     with pytest.raises(UserError, match=f"{field} {value}"):
         check_recorded(config, Generations.load(folder / "run" / "_generations"), folder)
+
+
+def test_a_baseline_of_other_prompts_or_another_temperature_is_refused(folder):
+    ours, theirs = (Generations.load(folder / run / "_generations") for run in ("run", "sft"))
+    check_comparable(ours, theirs)
+    with pytest.raises(UserError, match="11 prompts"):
+        check_comparable(ours, Generations(theirs.settings, theirs.rows.select(range(11))))
+    with pytest.raises(UserError, match=r"temperature is 1\.0, that of the run 0\.01"):
+        check_comparable(ours, Generations({"sampling": theirs.settings["sampling"] | {"temperature": 1.0}}, theirs.rows))
+
+
+def test_an_engine_with_other_weights_is_noticed(folder):
+    script = load_script("generate_for_eval")
+    models = [AutoModelForCausalLM.from_pretrained(folder / "run" / name) for name in ("checkpoint-2", "checkpoint-10")]
+    generator = HFGenerator(models[0], pad_token_id=0)
+    assert script.check_weights(script.GenerateConfig(), generator, models[0], [5, 6, 7, 8]) < 1e-4
+    with pytest.raises(RuntimeError, match="max_logprob_mismatch"):
+        script.check_weights(script.GenerateConfig(), generator, models[1], [5, 6, 7, 8])
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_its_row(folder):
+    script = load_script("generate_for_eval")
+    model = AutoModelForCausalLM.from_pretrained(folder / "sft")
+    with pytest.raises(UserError, match=r"prompt 1 has 60 tokens; with response_length 8 .* 64"):
+        script.check_context(model, 68, PromptData(None, [[5] * 3, [5] * 60], dropped=0))
+
+
+def test_dry_runs_load_no_model(folder, monkeypatch, capsys):
+    for name in ("generate_for_eval", "load_and_eval"):
+        script = load_script(name)
+        monkeypatch.setattr(script, "load_tokenizer", None)
+        gold = ["--gold_reward_model_path", f"{folder / 'gold.py'}:count"] if name == "load_and_eval" else []
+        monkeypatch.setattr(sys, "argv", [name, "--model_name_or_path", str(folder / "run"), "--dry_run", *gold])
+        script.main()
+        assert "12" in (said := capsys.readouterr().out) and "checkpoint-2, checkpoint-10" in said
+
+
+def test_what_is_not_there_is_refused_before_any_model_is_loaded(folder, monkeypatch):
+    script = load_script("load_and_eval")
+    run = ["--model_name_or_path", str(folder / "run")]
+    for arguments, field in (
+        ([], "gold_reward_model_path"),
+        (["--gold_reward_model_path", "no/such/model"], "gold_reward_model_path"),
+        (["--gold_reward_model_path", f"{folder / 'gold.py'}:count", "--sft_model_path", "./no/such"], "sft_model_path"),
+        (["--gold_reward_model_path", f"{folder / 'gold.py'}:count", "--baseline_dataset_path", str(folder)], "generations.json"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["load_and_eval.py", *run, *arguments])
+        with pytest.raises(UserError, match=field):
+            script.main()

@@ -301,7 +301,7 @@ def draw(results: dict, path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     runs = results["checkpoints"]
     with_kl = all(r["kl"] is not None for r in [*runs.values(), *results["baseline"].values()])
-    levels = {"win_rate": (0.5, "one win in two"), "score": (next(iter(runs.values()))["reference_score"], "the authors' own")}
+    levels = {"win_rate": (0.5, "one win in two"), "score": (next(iter(runs.values()))["reference_score"], "the references' own")}
     labels = {"win_rate": "gold win rate against the reference", "score": "gold score"}
     for axes, key in zip(figure.subplots(1, 2), labels, strict=True):
         for names, style in ((runs, {"fmt": "o-", "label": "checkpoints"}), (results["baseline"], {"fmt": "s", "label": "baseline"})):
