@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ModelConfig, require, run_script, setting
 from async_rlhf.data import quiet_libraries
@@ -130,10 +129,11 @@ class Judges:
         tokenizer = load_tokenizer(config)
         others = {"baseline_dataset_path": baseline and baseline.settings["tokenizer"], "sft_model_path": config.sft_model_path}
         for field, path in others.items():
-            same = path is None or same_vocabulary(tokenizer, self._tokenizer(path))
+            same = path is None or same_vocabulary(tokenizer, load_tokenizer(replace(config, tokenizer_name_or_path=path)))
             require(same, f"{field}: the vocabulary at {path!r} is not the run's, so token ids cannot be compared")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.pad_id = tokenizer.pad_token_id
+        self._scores: dict[tuple, float] = {}
         self.gold = load_reward(
             config.gold_reward_model_path,
             device,
@@ -144,18 +144,14 @@ class Judges:
         )
         self.sft = Policy(load_causal_lm(config, config.sft_model_path).to(device)).eval() if config.sft_model_path else None
 
-    def _tokenizer(self, path: str) -> PreTrainedTokenizerBase:
-        return load_tokenizer(replace(self.config, tokenizer_name_or_path=path))
-
     def score_references(self, record: Generations) -> np.ndarray:
         """Gold scores `[prompts, 1]` of the reference completions, as they are: whole, however long."""
-        return self._score(record, [[{"text": row["reference"], "ids": row["reference_ids"], "finished": True}] for row in record.rows])
+        rows = record.rows.select_columns(["reference", "reference_ids"])
+        return self._score(record, [[{"text": row["reference"], "ids": row["reference_ids"], "finished": True}] for row in rows])
 
     def measure(self, record: Generations, name: str) -> Measured:
-        column = record.rows[name][:]
-        prompts = record.rows["prompt_ids"][:]
-        responses = [row["responses"] for row in column]
-        samples = [row["kl_samples"] for row in column]
+        prompts, column = record.rows["prompt_ids"][:], record.rows[name][:]
+        responses, samples = ([row[kind] for row in column] for kind in ("responses", "kl_samples"))
         return Measured(
             scores=self._score(record, responses),
             lengths=np.array([[len(response["ids"]) for response in group] for group in responses]),
@@ -165,14 +161,18 @@ class Judges:
         )
 
     def _score(self, record: Generations, responses: list[list[dict]]) -> np.ndarray:
+        """Gold scores, as `responses` is shaped. What two checkpoints both say is scored once, so that it ties: a model's score of
+        it would differ in the last digits with the batch that it stands in."""
         rows = record.rows.select_columns(["row", "prompt", "prompt_ids"])
-        samples = [
-            Sample(row["prompt"], response["text"], row["prompt_ids"], response["ids"], response["finished"], row["row"])
-            for row, group in zip(rows, responses, strict=True)
-            for response in group
-        ]
-        scores = score_samples(self.gold, samples, self.config.gold_reward_model_path)
-        return scores.double().numpy().reshape(len(responses), -1)
+        new: dict[tuple, Sample] = {}
+        for i, (row, group) in enumerate(zip(rows, responses, strict=True)):
+            for said in group:
+                if (key := (i, *said["ids"])) not in self._scores:
+                    new[key] = Sample(row["prompt"], said["text"], row["prompt_ids"], said["ids"], said["finished"], row["row"])
+        if new:
+            scores = score_samples(self.gold, list(new.values()), self.config.gold_reward_model_path)
+            self._scores.update(zip(new, scores.tolist(), strict=True))
+        return np.array([[self._scores[i, *said["ids"]] for said in group] for i, group in enumerate(responses)])
 
     def _log_ratios(self, record: Generations, name: str, prompts: list[list[int]], samples: list[list[dict]]) -> np.ndarray:
         """Log-ratios to the SFT model, `[prompts, kl_samples]`, at the temperature that these samples were drawn at."""

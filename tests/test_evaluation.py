@@ -371,6 +371,17 @@ def test_a_baseline_of_other_prompts_or_another_temperature_is_refused(folder):
         check_comparable(ours, Generations({"sampling": theirs.settings["sampling"] | {"temperature": 1.0}}, theirs.rows))
 
 
+def test_the_same_completion_scores_the_same_whatever_the_batch(folder):
+    (folder / "jitter.py").write_text("import random\n\ndef score(samples):\n    return [random.random() for _ in samples]\n")
+    script = load_script("load_and_eval")
+    arguments = ["--model_name_or_path", str(folder / "run"), "--gold_reward_model_path", f"{folder / 'jitter.py'}:score"]
+    config = parse_with_defaults(script.EvaluateConfig, script.recorded_defaults, arguments)
+    record = Generations.load(folder / "run" / "_generations")
+    judges = script.Judges(config, record, None)
+    first, again = (judges.measure(record, "checkpoint-2").scores for _ in range(2))
+    assert (first == again).all() and len(np.unique(first)) >= 12
+
+
 def test_an_engine_with_other_weights_is_noticed(folder):
     script = load_script("generate_for_eval")
     models = [AutoModelForCausalLM.from_pretrained(folder / "run" / name) for name in ("checkpoint-2", "checkpoint-10")]
