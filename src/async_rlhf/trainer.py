@@ -178,14 +178,12 @@ class Trainer:
 
     def _open_pipeline(self) -> GenerationPipeline:
         config = self.config
-        shares_model = config.generator == "hf" and config.max_staleness == 0 and distributed.world_size() == 1 and not self.peft
         sampling = Sampling.from_config(config, config.num_generations, self.end_ids, config.seed)
         evaluation = None
         if self.eval_prompts:
             rows = range(min(config.num_eval_prompts, len(self.eval_prompts)))
             held_out = [Prompt(EVALUATION_POSITION + row, row, self.eval_prompts.ids[row]) for row in rows]
             evaluation = Evaluation(held_out, Sampling.from_config(config, 1, self.end_ids, config.seed), config.eval_steps)
-        self.shares_model = shares_model
         bound = config.max_logprob_mismatch or (1e-3 if self._publish_dtype() == torch.float32 else 0.5)
         return GenerationPipeline(
             open_generator=lambda: open_generator(
@@ -194,7 +192,7 @@ class Trainer:
                 self.tokenizer,
                 str(self._publish_dtype()).removeprefix("torch."),
                 self.max_model_len,
-                shared_model=self.model if shares_model else None,
+                shared_model=self.model if self._shares_model() else None,
                 device=self.engine_device,
                 trust_remote_code=config.trust_remote_code,
             ),
@@ -208,6 +206,11 @@ class Trainer:
             evaluation=evaluation,
             max_mismatch=bound,
         )
+
+    def _shares_model(self) -> bool:
+        """A synchronous run's HF generator samples from the training model itself, which is idle then."""
+        alone = distributed.world_size() == 1 and not self.peft
+        return self.config.generator == "hf" and self.config.max_staleness == 0 and alone
 
     def _next_batch(self, last: bool = False) -> RolloutBatch | None:
         """The next training batch, on every rank; evaluations that come before it are scored and logged. A failure of the
@@ -329,7 +332,7 @@ class Trainer:
             return
         with self.timers.time("weight_sync"):
             probe = self.prompts.ids[0][:PROBE_TOKENS]
-            tensors = None if self.shares_model else whole_weights(self.model, self._publish_dtype())
+            tensors = None if self._shares_model() else whole_weights(self.model, self._publish_dtype())
             self.store.publish(version, self.optimizer_steps, tensors, probe, self._probe_logprobs(probe))
 
     @torch.no_grad()

@@ -2,9 +2,9 @@
 
     gold = relevance · fluency · form        each in [0, 1]
 
-relevance: harmonic mean of precision, the share of the summary's content words that stand in the code (in identifiers or
-strings), and recall, the share of the words of the function's name that the summary uses. "Return the value." is precise
-about most functions and recalls nothing of them.
+relevance: (precision + 3 · recall) / 4. Precision is the share of the summary's content words that stand in the code (in identifiers
+or strings), recall the share of the words of the function's name that the summary uses. "Return the value." is precise about
+most functions and recalls nothing of them.
 fluency: share of the summary's adjacent word pairs, start and end included, that some author wrote in the training split.
     Nonsense that is made of the right words has few of them.
 form: share of four checks: capital first letter; one period, at the end; 3 to 14 words; no content word twice.
@@ -85,12 +85,11 @@ def gold(samples: list[Sample]) -> list[float]:
 
 def relevance(summary: str, code: str, name: str) -> float:
     said, present, wanted = _content(summary), set(_code_words(code)), _code_words(name)
-    matched = sum(word in present for word in said)
-    if not matched:
+    if not said:
         return 0.0
-    precision = matched / len(said)
+    precision = sum(word in present for word in said) / len(said)
     recall = sum(word in said for word in wanted) / len(wanted) if wanted else precision
-    return 2 * precision * recall / (precision + recall)
+    return (precision + 3 * recall) / 4
 
 
 def fluency(summary: str) -> float:

@@ -1,0 +1,77 @@
+import dataclasses
+
+import pytest
+
+from async_rlhf.config import BatchPlan, RLConfig, UserError, parse
+from online_dpo import OnlineDPOConfig
+
+
+def test_command_line_wins_over_yaml_in_both_spellings(tmp_path):
+    file = tmp_path / "c.yml"
+    file.write_text("learning_rate: 3e-6\nbf16: true\nreport_to: [none]\nmissing_eos_penalty: null\nmax_staleness: 2\n")
+    config = parse(OnlineDPOConfig, ["--config", str(file), "--max_staleness=3", "--beta", "0.2", "--missing_eos_score=-1"])
+    assert (config.learning_rate, config.bf16, config.report_to) == (3e-6, True, ["none"])
+    assert (config.max_staleness, config.beta, config.missing_eos_score, config.missing_eos_penalty) == (3, 0.2, -1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--learning_rte", "1"], "unknown field 'learning_rte'; did you mean 'learning_rate'?"),
+        (["--learning_rte=1"], "unknown field 'learning_rte'; did you mean 'learning_rate'?"),
+        (["--learning_rate", "fast"], "invalid float value: 'fast'"),
+        (["--weight_update", "latest"], "invalid choice: 'latest'"),
+        (["stray"], "'stray' stands alone"),
+        (["--config", "absent.yml"], "absent.yml: no such file"),
+        (["--num_generations", "1", "--per_device_train_batch_size", "4"], "a pair needs at least 2"),
+        (["--per_device_train_batch_size", "5"], "no multiple of num_generations 2"),
+        (["--max_staleness", "-1"], "max_staleness -1"),
+        (["--temperature", "0"], "temperature"),
+        (["--missing_eos_penalty", "1", "--missing_eos_score", "-1"], "exclude each other"),
+        (["--generator", "replay"], "replay_path"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_field(arguments, message):
+    with pytest.raises(UserError, match=".*") as caught:
+        parse(OnlineDPOConfig, arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_key_in_a_file_names_the_file(tmp_path):
+    file = tmp_path / "c.yml"
+    file.write_text("max_stalenes: 1\n")
+    with pytest.raises(UserError, match=r"c.yml: unknown field 'max_stalenes'; did you mean 'max_staleness'\?"):
+        parse(OnlineDPOConfig, ["--config", str(file)])
+
+
+def test_trust_remote_code_is_off():
+    assert parse(OnlineDPOConfig, []).trust_remote_code is False
+
+
+def test_every_field_has_a_help_string_and_help_prints(capsys):
+    for field in dataclasses.fields(OnlineDPOConfig):
+        assert len(field.metadata.get("help", "")) > 10, field.name
+    with pytest.raises(SystemExit):
+        parse(OnlineDPOConfig, ["--help"])
+    assert "--max_staleness" in capsys.readouterr().out
+
+
+def test_batch_arithmetic_of_the_papers_asynchronous_run():
+    """3 GPUs, 21 pairs a forward, 8 accumulated: 504 prompts a batch; 131,072 prompts are 261 batches, the last one whole."""
+    config = RLConfig(per_device_train_batch_size=42, gradient_accumulation_steps=8, total_episodes=262_144)
+    plan = BatchPlan.of(config, processes=3)
+    assert (plan.prompts, plan.completions, plan.prompts_per_forward, plan.updates) == (504, 1008, 21, 261)
+
+
+def test_mini_batches_and_epochs_multiply_optimizer_steps():
+    config = RLConfig(per_device_train_batch_size=4, num_mini_batches=4, num_ppo_epochs=2, total_episodes=100, max_staleness=2)
+    plan = BatchPlan.of(config, processes=1)
+    assert (plan.completions, plan.prompts, plan.updates, plan.optimizer_steps) == (16, 8, 7, 56)
+    assert "so 16 to 23 optimizer steps" in plan.describe(config)
+
+
+def test_user_error_exits_with_2_and_one_line(run_script):
+    done = run_script("online_dpo.py", "--model_name_or_path", "./absent", code=2)
+    assert done.stderr.strip().splitlines()[-1].startswith("error: model_name_or_path './absent'")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,121 @@
+import pytest
+import torch
+from conftest import GPT2, LLAMA, NEOX
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from async_rlhf.config import UserError
+from async_rlhf.models import train_tokenizer
+from async_rlhf.rewards import Sample, check_reward, load_reward, score_samples
+from async_rlhf.rewards.docstrings import fluency, form, gold, relevance
+from async_rlhf.rewards.model import RewardModel, same_vocabulary
+
+CODE = "def is_bucket_id(argument):\n    return '/' in argument"
+
+
+@pytest.fixture(scope="module", params=[LLAMA, GPT2, NEOX], ids=lambda settings: settings["model_type"])
+def decoder(request, tokenizer, tmp_path_factory):
+    settings = dict(request.param)
+    config = AutoConfig.for_model(settings.pop("model_type"), vocab_size=len(tokenizer), num_labels=1, pad_token_id=0, **settings)
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("reward")
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def samples(tokenizer):
+    texts = [("The cat sees", " the dog.", True), ("A", " bird", False), ("The whale hears the", " snake and the mouse.", True)]
+    made = []
+    for prompt, response, finished in texts:
+        response_ids = tokenizer(response)["input_ids"] + [tokenizer.eos_token_id] * finished
+        made.append(Sample(prompt, response, tokenizer(prompt)["input_ids"], response_ids, finished))
+    return made
+
+
+def test_a_decoder_is_read_at_its_true_last_token(decoder, tokenizer):
+    """Alone and unpadded, in a padded batch, and with pad = eos: the same score."""
+    reward = RewardModel(decoder, policy_tokenizer=tokenizer)
+    assert reward.reuses_ids
+    batch = reward(samples(tokenizer))
+    for sample, score in zip(samples(tokenizer), batch, strict=True):
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        with torch.no_grad():
+            expected = reward.model.score(reward.model.base_model(ids).last_hidden_state[:, -1])[0, 0]
+        assert score.item() == pytest.approx(expected.item(), abs=1e-5)
+    reward.tokenizer.pad_token = reward.tokenizer.eos_token
+    torch.testing.assert_close(reward(samples(tokenizer)), batch, atol=1e-5, rtol=0)
+
+
+def test_text_is_tokenized_anew_for_another_vocabulary(decoder, tokenizer):
+    other = train_tokenizer(["some other words that are merged in another way"], 280, 64)
+    assert not same_vocabulary(other, tokenizer)
+    reward = RewardModel(decoder, policy_tokenizer=other)
+    foreign = [
+        Sample(s.prompt, s.response, other(s.prompt)["input_ids"], other(s.response)["input_ids"], s.finished) for s in samples(tokenizer)
+    ]
+    assert not reward.reuses_ids
+    torch.testing.assert_close(reward(foreign), RewardModel(decoder, policy_tokenizer=tokenizer)(samples(tokenizer)), atol=1e-5, rtol=0)
+
+
+def test_the_prompt_is_cut_from_the_left_and_the_response_never(decoder, tokenizer):
+    reward = RewardModel(decoder, policy_tokenizer=tokenizer, max_length=6)
+    sample = Sample("p", "r", [10, 11, 12, 13, 14], [20, 21, 1])
+    assert reward.encode(sample) == [12, 13, 14, 20, 21, 1]
+    assert reward.encode(Sample("p", "r", [10], list(range(20, 30)))) == list(range(20, 30))
+
+
+def test_two_labels_are_refused(tokenizer, tmp_path):
+    settings = {key: value for key, value in GPT2.items() if key != "model_type"}
+    config = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), num_labels=2, **settings)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="gives 2 scores"):
+        RewardModel(str(tmp_path))
+
+
+def test_a_function_is_a_reward(reward_file):
+    reward = load_reward(f"{reward_file}:letters")
+    assert reward([Sample("", "banana"), Sample("", "xyz")]).tolist() == pytest.approx([3.06, 0.03])
+
+
+@pytest.mark.parametrize("spec", ["absent.py:f", "async_rlhf.rewards.docstrings:absent", "no.such.module:f", "./absent"])
+def test_a_reward_that_is_not_there_is_refused_before_the_run(spec):
+    with pytest.raises(UserError):
+        check_reward(spec, "reward_model_path")
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"), [([1.0, float("nan")], "score nan for sample 1, response 'bad'"), ([1.0], "scores for 2 samples")]
+)
+def test_bad_scores_name_the_sample(scores, message):
+    with pytest.raises(ValueError, match=message):
+        score_samples(lambda samples: torch.tensor(scores), [Sample("", "good"), Sample("", "bad")], "mine")
+
+
+def test_an_exception_in_a_function_names_it(tmp_path):
+    (tmp_path / "broken.py").write_text("def f(samples):\n    raise KeyError('topic')\n")
+    with pytest.raises(KeyError) as caught:
+        load_reward(f"{tmp_path}/broken.py:f")([Sample("", "x")])
+    assert "broken.py:f" in caught.value.__notes__[0]
+
+
+def test_docstring_relevance_by_hand():
+    """Words said: check, argument, bucket, id; in the code: all but check; the name's: bucket, id ("is" is a function word)."""
+    assert relevance("Check if the argument is a bucket ID.", CODE, "is_bucket_id") == pytest.approx((3 / 4 + 3 * 1) / 4)
+    assert relevance("Return the argument.", CODE, "is_bucket_id") == 0.25  # precise, but recalls no word of the name
+    assert relevance("", CODE, "is_bucket_id") == 0.0
+
+
+def test_docstring_form_by_hand():
+    assert form("Return the bucket id.") == 1.0
+    assert form("return the bucket id") == 0.5  # no capital, no period
+    assert form("Return the value for the value for the value.") == 0.75  # a content word twice
+    assert form("Actionizes.") == 0.75  # too short
+
+
+def test_docstring_gold_is_the_product_and_fluency_knows_authors_pairs():
+    assert fluency("Return the value.") == 1.0
+    assert fluency("Zebra quux frobnicate.") < 0.3
+    sample = Sample("", " Return the bucket id.", columns={"code": CODE, "name": "is_bucket_id"})
+    expected = relevance(" Return the bucket id.", CODE, "is_bucket_id") * fluency(" Return the bucket id.")
+    assert gold([sample]) == [pytest.approx(expected)]
