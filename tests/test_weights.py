@@ -23,7 +23,7 @@ def test_tied_weights_travel_once_and_untied_ones_both(tokenizer):
     tied = dict(whole_weights(scratch_causal_lm(LLAMA, tokenizer, 0)))
     untied = dict(whole_weights(scratch_causal_lm(NEOX, tokenizer, 0)))
     assert "lm_head.weight" not in tied
-    assert {"embed_out.weight", "gpt_neox.embed_in.weight"} <= untied.keys()
+    assert len([name for name in untied if name.startswith(("lm_head", "embed_out", "gpt_neox.embed_in"))]) == 2
 
 
 def test_lora_travels_merged_and_the_model_is_untouched(tokenizer):

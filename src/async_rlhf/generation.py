@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -94,24 +95,27 @@ class HFGenerator:
         self.version = snapshot.version
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
-        jobs = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
-        by_length = sorted(range(len(jobs)), key=lambda i: len(jobs[i][0].ids))
-        rollouts: dict[int, Rollout] = {}
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+        at_a_time = max(1, self.batch_size // sampling.n)
+        groups: dict[int, list[Rollout]] = {}
         was_training = self.model.training
         self.model.eval()
-        for start in range(0, len(jobs), self.batch_size):
-            chunk = by_length[start : start + self.batch_size]
-            rollouts.update(zip(chunk, self._generate([jobs[i] for i in chunk], sampling), strict=True))
+        for start in range(0, len(prompts), at_a_time):
+            chunk = by_length[start : start + at_a_time]
+            rollouts = self._generate([prompts[i] for i in chunk], sampling)
+            groups.update((i, rollouts[j * sampling.n : (j + 1) * sampling.n]) for j, i in enumerate(chunk))
         self.model.train(was_training)
-        return [rollouts[i] for i in range(len(jobs))]
+        return [rollout for i in range(len(prompts)) for rollout in groups[i]]
 
     @torch.no_grad()
-    def _generate(self, jobs: list[tuple[Prompt, int]], sampling: Sampling) -> list[Rollout]:
+    def _generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         started = time.perf_counter()
         device = self.model.device
-        longest = max(len(prompt.ids) for prompt, _ in jobs)
-        rows = [[self.pad_token_id] * (longest - len(prompt.ids)) + prompt.ids for prompt, _ in jobs]
-        mask = [[0] * (longest - len(prompt.ids)) + [1] * len(prompt.ids) for prompt, _ in jobs]
+        longest = max(len(prompt.ids) for prompt in prompts)
+        lengths = torch.tensor([len(prompt.ids) for prompt in prompts], device=device)
+        ids = torch.tensor([[self.pad_token_id] * (longest - len(prompt.ids)) + prompt.ids for prompt in prompts], device=device)
+        mask = (torch.arange(longest, device=device) >= longest - lengths[:, None]).long()
+        jobs = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
         sampler = _Sampler([sampling.seed_of(prompt.position, sample) for prompt, sample in jobs], sampling.temperature)
         processors = LogitsProcessorList()
         if sampling.temperature:
@@ -121,8 +125,9 @@ class HFGenerator:
         if sampling.top_p < 1:
             processors.append(TopPLogitsWarper(sampling.top_p))
         output = self.model.generate(
-            torch.tensor(rows, device=device),
-            attention_mask=torch.tensor(mask, device=device),
+            ids.repeat_interleave(sampling.n, 0),
+            attention_mask=mask.repeat_interleave(sampling.n, 0),
+            past_key_values=self._prompt_cache(ids, mask, sampling.n),
             max_new_tokens=sampling.max_tokens,
             do_sample=False,
             num_beams=1,
@@ -143,6 +148,15 @@ class HFGenerator:
             self._rollout(prompt, sample, ids, values, sampling, started, finished)
             for (prompt, sample), ids, values in zip(jobs, responses, logprobs, strict=True)
         ]
+
+    def _prompt_cache(self, ids: torch.Tensor, mask: torch.Tensor, n: int) -> DynamicCache | None:
+        """Keys and values of every prompt but its last token, computed once and repeated for its n samples."""
+        if n == 1 or ids.shape[1] == 1:
+            return None
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
+        output = self.model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, use_cache=True, logits_to_keep=1)
+        output.past_key_values.batch_repeat_interleave(n)
+        return output.past_key_values
 
     def _rollout(self, prompt, sample, ids, logprobs, sampling, started, finished) -> Rollout:
         end = next((i for i, token in enumerate(ids) if token in sampling.end_ids), None)

@@ -64,6 +64,7 @@ class GenerationPipeline:
         self._generator: Generator | None = None
         self._doing = "starting its engine"
         self._evaluated = -1
+        self._mismatch: float | None = None
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     def start(self) -> None:
@@ -133,9 +134,9 @@ class GenerationPipeline:
             if snapshot.version != self._generator.version:
                 self._doing = f"loading weights v{snapshot.version}"
                 self._generator.load_weights(snapshot)
-                loaded["mismatch"] = self._check(snapshot)
+                self._mismatch = self._check(snapshot)
                 loaded["weight_sync_seconds"] = time.perf_counter() - loading
-        return loaded
+        return {**loaded, "mismatch": self._mismatch}
 
     def _check(self, snapshot: Snapshot) -> float | None:
         """Largest difference, over the probe's tokens, between the generator's log-probabilities and the trainer's."""
