@@ -10,15 +10,12 @@ Every stage is one of the project's own scripts with a config of its own, starte
 
 import json
 import os
-import shlex
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from async_rlhf.config import parse, require, run_script, setting
+from async_rlhf.stages import run_stages, summarize
 
 ROOT = Path(__file__).parent.resolve()
 
@@ -61,46 +58,20 @@ def main() -> None:
             *optional(total_episodes=config.total_episodes)],
         "completions of the SFT policy": ["generate_for_eval.py", "configs/generate_tiny.yml", f"--model_name_or_path={sft}",
             f"--dataset_path={sft_generations}", *sampled],
-        "completions of the trained policies": ["generate_for_eval.py", "configs/generate_tiny.yml", f"--model_name_or_path={policy}", *sampled],
+        "completions of the trained policies": ["generate_for_eval.py", "configs/generate_tiny.yml", f"--model_name_or_path={policy}",
+            *sampled],
         "gold evaluation": ["load_and_eval.py", "configs/evaluate_tiny.yml", f"--model_name_or_path={policy}", f"--sft_model_path={sft}",
             f"--baseline_dataset_path={sft_generations}", f"--output_dir={evaluation}"],
     }  # fmt: skip
     if not config.from_scratch:
         del stages["SFT"]
-    seconds = {name: run(f"[{i}/{len(stages)}] {name}", *stage) for i, (name, stage) in enumerate(stages.items(), 1)}
+    seconds = run_stages(stages)
 
     results = json.loads((evaluation / "results.json").read_text())
     summary = summarize(results, seconds)
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print((evaluation / "results.md").read_text())
     print(f"{sum(seconds.values()):.0f} s. {output}/summary.json, {evaluation}/results.md, {evaluation}/gold_against_kl.png")
-
-
-def run(title: str, script: str, config: str, *fields: str) -> float:
-    """Run one script to its end; returns its seconds. Its failure is the demo's."""
-    command = [sys.executable, script, "--config", config, *fields]
-    print(f"\n{title}\n$ python {shlex.join(command[1:])}", flush=True)
-    started = time.perf_counter()
-    code = subprocess.run(command).returncode
-    if code:
-        raise SystemExit(code)
-    return time.perf_counter() - started
-
-
-def summarize(results: dict, seconds: dict[str, float]) -> dict:
-    """`sft` and `rlhf` (the last checkpoint), their comparison, and seconds by stage."""
-    (sft,) = results["baseline"].values()
-    rlhf = list(results["checkpoints"].values())[-1]
-    names = ("win_rate", "win_rate_ci", "score", "score_ci", "kl", "perplexity", "response_length", "eos_rate")
-    against = rlhf["head_to_head"]
-    return {
-        "sft": {name: sft[name] for name in names},
-        "rlhf": {name: rlhf[name] for name in names},
-        "authors": {"score": rlhf["reference_score"]},
-        "head_to_head": against,
-        "score_gain": rlhf["score_gain"],
-        "seconds": {**seconds, "total": sum(seconds.values())},
-    }
 
 
 if __name__ == "__main__":

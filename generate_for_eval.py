@@ -1,7 +1,8 @@
-"""Completions of every checkpoint of a run for the held-out prompts, near-greedy, for `load_and_eval.py` to judge.
+"""Completions of every checkpoint of a run for the held-out prompts, near-greedy by default, for `load_and_eval.py` to judge.
 
     python generate_for_eval.py --config configs/generate_tiny.yml --model_name_or_path results/onlinedpo_tiny
-    python generate_for_eval.py --config configs/generate_tiny.yml --model_name_or_path results/sft_tiny   # the baseline
+    python generate_for_eval.py --config configs/generate_tiny.yml --model_name_or_path checkpoints/sft_docstrings \\
+        --dataset_path results/sft_generations_tiny
 
 A run is a folder with `checkpoint-<update>` models, or a model. Data, template and response length are those that it was
 trained with (its run_config.json) unless given here. One engine serves all checkpoints: it gets the weights of the next.

@@ -1,7 +1,7 @@
 """Judge what `generate_for_eval.py` generated: gold win rate against the reference and a baseline, KL, perplexity.
 
     python load_and_eval.py --config configs/evaluate_tiny.yml --model_name_or_path results/onlinedpo_tiny \\
-        --baseline_dataset_path results/sft_tiny/_generations
+        --baseline_dataset_path results/sft_generations_tiny
 
 Writes results.json, results.md and gold_against_kl.png; docs/evaluation.md says what each number is. Sampling settings come from
 the record beside the generations (another value is refused), the SFT model's name from the run's run_config.json.

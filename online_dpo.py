@@ -2,8 +2,7 @@
 
     python online_dpo.py --config configs/onlinedpo_tiny.yml                      # 2 CPU cores, one of them vLLM's
     python online_dpo.py --config configs/onlinedpo_tiny.yml --max_staleness 0    # the same, synchronous
-    accelerate launch --config_file configs/deepspeed_zero2.yaml --num_processes 3 online_dpo.py \\
-        --config configs/onlinedpo_pythia410m_tldr_vllm_3p1.yml                   # 3 training GPUs + 1 vLLM GPU
+    accelerate launch --multi_gpu --num_processes 3 online_dpo.py --config configs/onlinedpo_pythia410m_tldr_vllm_3p1.yml
 
 The loss is off-policy as soon as `max_staleness`, `num_mini_batches` or `num_ppo_epochs` lets the policy move on from the
 one that sampled; DPO's needs no importance ratio (Noukhovitch et al. 2024, section 3).

@@ -94,6 +94,7 @@ def load_reward_base(config: ModelConfig):
     if tokenizer.eos_token_id is None:  # an encoder's separator ends its sequences
         tokenizer.eos_token = tokenizer.sep_token
     model.config.pad_token_id = tokenizer.pad_token_id
+    tokenizer.model_max_length = config.max_length  # saved with it, so that the model scores what it was trained on
     return tokenizer, model
 
 

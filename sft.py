@@ -1,7 +1,7 @@
 """Supervised fine-tuning on reference completions, by TRL's SFTTrainer.
 
     python sft.py --config configs/sft_tiny.yml
-    accelerate launch --config_file configs/deepspeed_zero2.yaml sft.py --config configs/sft_pythia410m_tldr.yml
+    python sft.py --model_name_or_path MODEL --dataset_name rows.jsonl --prompt_column question --completion_column answer
 
 Every field of TRL's `SFTConfig` is a setting beside those below. `completion_only_loss: false` trains on the prompt too.
 """

@@ -93,17 +93,17 @@ def reward_file(work) -> Path:
     return path
 
 
-@pytest.fixture
+def _run_script(script: str, *arguments: str, code: int = 0, timeout: float = 300, env: dict | None = None) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
+    assert done.returncode == code, f"{script} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+@pytest.fixture(scope="session")
 def run_script():
     """Runs a top-level script as a user would; returns the finished process. Its exit code must be `code`."""
-
-    def run(script: str, *arguments: str, code: int = 0, timeout: float = 300, env: dict | None = None) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(ROOT / script), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
-        assert done.returncode == code, f"{script} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        return done
-
-    return run
+    return _run_script
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,12 @@
 import json
+import platform
 
 import pytest
 from datasets import Dataset, DatasetDict
 
 from async_rlhf.config import DataConfig, UserError
 from async_rlhf.data import Encoder, PromptStream, load_prompts, load_split
-from async_rlhf.docstrings import docstrings
+from async_rlhf.docstrings import KNOWN_FINGERPRINTS, docstrings, fingerprint
 
 CHAT = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
@@ -111,6 +112,13 @@ def test_null_prompts_are_named(tmp_path, tokenizer):
     config = DataConfig(dataset_name=str(tmp_path / "rows.jsonl"))
     with pytest.raises(UserError, match="column 'prompt': a row is null"):
         load_prompts(config, Encoder(config, tokenizer), "train")
+
+
+def test_docstrings_have_the_recorded_fingerprint():
+    known = KNOWN_FINGERPRINTS.get(platform.python_version())
+    if known is None:
+        pytest.skip(f"no fingerprint is recorded for Python {platform.python_version()}")
+    assert fingerprint() == known
 
 
 def test_docstrings_are_many_real_and_split_by_file():

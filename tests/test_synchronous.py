@@ -134,43 +134,12 @@ def test_dials_are_logged_as_what_they_are(model_folder, prompts_file, reward_fi
 def test_metrics_have_every_name_that_applies(model_folder, prompts_file, reward_file, tmp_path):
     metrics, _ = run(settings(model_folder, prompts_file, reward_file, tmp_path / "run", max_staleness=1, eval_steps=2,
                               eval_split="train[:10]", num_eval_prompts=6))  # fmt: skip
-    names = [
-        "episode",
-        "step",
-        "version",
-        "lr",
-        "loss/policy",
-        "objective/score",
-        "objective/score_std",
-        "objective/kl",
-        "objective/entropy",
-        "objective/rlhf_reward",
-        "policy/ratio_mean",
-        "policy/ratio_max",
-        "policy/ess",
-        "policy/approx_kl",
-        "dpo/margin",
-        "dpo/accuracy",
-        "dpo/tied_frac",
-        "dpo/skipped_steps",
-        "rollout/response_length",
-        "rollout/eos_frac",
-        "rollout/tokens",
-        "staleness/batches_mean",
-        "staleness/batches_max",
-        "staleness/steps_mean",
-        "staleness/steps_max",
-        "mismatch/logprob_abs",
-        "time/update",
-        "time/generate",
-        "time/score",
-        "time/train",
-        "time/weight_sync",
-        "time/trainer_wait",
-        "time/generator_wait",
-        "throughput/episodes_per_s",
-        "throughput/tokens_per_s",
-    ]
+    names = """episode step version lr loss/policy objective/score
+    objective/score_std objective/kl objective/entropy objective/rlhf_reward policy/ratio_mean policy/ratio_max
+    policy/ess policy/approx_kl dpo/margin dpo/accuracy dpo/tied_frac dpo/skipped_steps
+    rollout/response_length rollout/eos_frac rollout/tokens staleness/batches_mean staleness/batches_max staleness/steps_mean
+    staleness/steps_max mismatch/logprob_abs time/update time/generate time/score time/train
+    time/weight_sync time/trainer_wait time/generator_wait throughput/episodes_per_s throughput/tokens_per_s""".split()
     assert all(set(names) <= record.keys() for record in metrics[:-1])
     assert [record["episode"] for record in metrics] == [16, 32, 48, 64]
     assert max(record["mismatch/logprob_abs"] for record in metrics if "mismatch/logprob_abs" in record) < 1e-4

@@ -45,7 +45,7 @@ class DataConfig:
     train_split: str = setting("train", "Split to train on; slices such as `train[:1000]` work. A single file is the split `train`.")
     eval_split: str = setting("validation", "Held-out split, with the same syntax.")
     eval_dataset_name: str | None = setting(None, "Where the held-out split comes from when not from `dataset_name`.")
-    max_train_samples: int | None = setting(None, "Use only the first so many training rows (after the seeded shuffle).")
+    max_train_samples: int | None = setting(None, "Use only the first so many training rows.")
     max_eval_samples: int | None = setting(None, "Use only the first so many held-out rows.")
     prompt_column: str = setting("prompt", "Column of the prompt: text, or a conversation for the chat template.")
     completion_column: str = setting("completion", "Column of the reference completion.")

@@ -107,7 +107,7 @@ class Encoder:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids, with one BOS where the tokenizer writes one, also when a template has written it already."""
-        ids = self.tokenizer(text)["input_ids"]
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             ids = ids[1:]

@@ -1,8 +1,8 @@
 """The built-in data set *docstring TL;DR*: a function's code in, the one-line summary that its author wrote out.
 
 Every Python installation holds thousands of such functions. They are read with `ast` from the standard library and from
-packages that the requirements pin, so the data set needs no download and is the same for the same versions: its
-fingerprint is part of the saved data set and of every run's log.
+packages that the requirements pin, so the data set needs no download and is the same for the same versions: every run
+records its fingerprint.
 """
 
 import ast
@@ -43,8 +43,8 @@ PACKAGES = (
     "transformers",
     "trl",
 )
-# The corpus of Python 3.11 with the pinned requirements. Another Python gives other rows, in the same splits.
-KNOWN_FINGERPRINTS: dict[str, str] = {}
+# By Python version, with the pinned requirements. Another Python gives other rows, in the same splits.
+KNOWN_FINGERPRINTS = {"3.11.7": "53d995be9637c95e"}
 VALIDATION_SHARE = 0.08
 SKIPPED_PARTS = {"models", "test", "tests", "testing", "site-packages", "idlelib", "lib2to3", "__pycache__", "_vendor", "vendor"}
 CODE_CHARACTERS = (40, 420)
@@ -60,12 +60,12 @@ def docstrings(cache_dir: str | os.PathLike | None = None) -> DatasetDict:
     A row's split is drawn from a hash of its source file, so functions of one file never stand on both sides and a
     row stays in its split when packages change.
     """
-    root = Path(cache_dir or os.environ.get("ASYNC_RLHF_CACHE", Path.home() / ".cache" / "async_rlhf"))
-    folder = root / f"docstrings-{_versions_key()}"
+    folder = _cache_folder(cache_dir)
     if not folder.exists():
         splits = _harvest()
         temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
         splits.save_to_disk(temporary)
+        (temporary / "fingerprint").write_text(_digest(splits))
         try:
             temporary.rename(folder)
         except OSError:  # another process was first; its result is the same
@@ -76,8 +76,18 @@ def docstrings(cache_dir: str | os.PathLike | None = None) -> DatasetDict:
     )
 
 
-def fingerprint(splits: DatasetDict) -> str:
-    """16 hex digits over every row of every split, in order."""
+def fingerprint(cache_dir: str | os.PathLike | None = None) -> str:
+    """16 hex digits over every row of every split, in order: what `KNOWN_FINGERPRINTS` lists and every run records."""
+    docstrings(cache_dir)
+    return (_cache_folder(cache_dir) / "fingerprint").read_text()
+
+
+def _cache_folder(cache_dir: str | os.PathLike | None) -> Path:
+    root = Path(cache_dir or os.environ.get("ASYNC_RLHF_CACHE", Path.home() / ".cache" / "async_rlhf"))
+    return root / f"docstrings-{_versions_key()}"
+
+
+def _digest(splits: DatasetDict) -> str:
     digest = hashlib.sha256()
     for split in sorted(splits):
         for row in splits[split]:
@@ -154,3 +164,7 @@ def _functions(node: ast.AST) -> Iterator[tuple[str, str, str]]:
 def _is_summary(text: str) -> bool:
     fewest, most = SUMMARY_WORDS
     return fewest <= len(text.split()) <= most and text.isascii() and SUMMARY.fullmatch(text) is not None
+
+
+if __name__ == "__main__":
+    print("docstrings", fingerprint())

@@ -20,6 +20,7 @@ from async_rlhf import distributed
 from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
 from async_rlhf.config import BatchPlan, RLConfig, require
 from async_rlhf.data import Encoder, PromptStream, load_prompts
+from async_rlhf.docstrings import fingerprint
 from async_rlhf.dry_run import check_paths
 from async_rlhf.generation import Sampling
 from async_rlhf.losses import penalize_missing_eos, sequence_sum
@@ -57,10 +58,10 @@ class Trainer:
         self.config, self.algorithm = config, algorithm
         self.output = Path(config.output_dir)
         check_paths(config)
-        self._claim_output()
         mixed_precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
         trackers = [name for name in config.report_to if name != "none"]
         self.accelerator = Accelerator(mixed_precision=mixed_precision, log_with=trackers or None, project_dir=str(self.output))
+        self._claim_output()
         self.plan = BatchPlan.of(config, distributed.world_size())
         set_seed(config.seed)
         self.tokenizer = load_tokenizer(config)
@@ -82,11 +83,13 @@ class Trainer:
                 self.config.overwrite_output_dir or not (self.output / "metrics.jsonl").exists(),
                 f"output_dir {str(self.output)!r} holds another run: name a new folder, or set overwrite_output_dir",
             )
-            for pattern in ("checkpoint-*", "completions", "*.jsonl", "_generations"):
+            for pattern in ("checkpoint-*", "completions", "*.jsonl", "_generations", "_evaluation"):
                 for path in self.output.glob(pattern):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             self.output.mkdir(parents=True, exist_ok=True)
             record = {"algorithm": type(self.algorithm).__name__, **asdict(self.config)}
+            if self.config.dataset_name == "docstrings":
+                record["docstrings_fingerprint"] = fingerprint()
             (self.output / "run_config.json").write_text(json.dumps(record, indent=2) + "\n")
 
     def _check_lengths(self) -> None:

@@ -38,7 +38,7 @@ class RewardModel:
         require(labels == 1, f"reward model {path!r} gives {labels} scores; one is needed (num_labels: 1)")
         self.model.to(device).eval()
         self.batch_size = batch_size
-        self.max_length = max_length or self.model.config.max_position_embeddings
+        self.max_length = max_length or min(self.tokenizer.model_max_length, self.model.config.max_position_embeddings)
         self.is_encoder = self.model.config.model_type in ENCODERS
         self.reuses_ids = not self.is_encoder and policy_tokenizer is not None and same_vocabulary(policy_tokenizer, self.tokenizer)
 
