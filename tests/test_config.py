@@ -71,6 +71,15 @@ def test_mini_batches_and_epochs_multiply_optimizer_steps():
     assert "so 16 to 23 optimizer steps" in plan.describe(config)
 
 
+@pytest.mark.parametrize(
+    ("save_steps", "expected"), [(0.25, [2, 4, 6, 8, 9]), (4, [4, 8, 9]), (9, [9]), (100, [9]), (0.01, list(range(1, 10)))]
+)
+def test_saves_are_regular_and_include_the_last_update(save_steps, expected):
+    plan = BatchPlan.of(RLConfig(per_device_train_batch_size=2, total_episodes=18), processes=1)
+    assert plan.updates == 9
+    assert plan.saves(save_steps) == expected
+
+
 def test_user_error_exits_with_2_and_one_line(run_script):
     done = run_script("online_dpo.py", "--model_name_or_path", "./absent", code=2)
     assert done.stderr.strip().splitlines()[-1].startswith("error: model_name_or_path './absent'")

@@ -1,8 +1,12 @@
 """The scripts as a user types them, tiny: SFT from scratch, made and relabelled pairs, a reward model, Online DPO, dry runs."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+import torch
 from conftest import ROOT
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -11,6 +15,7 @@ from async_rlhf.config import parse
 from async_rlhf.rewards.model import RewardModel
 from online_dpo import OnlineDPOConfig
 from relabel_with_rm import swap_sides
+from safetensors.torch import load_file
 
 TINY = '{"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 1}'
 
@@ -85,6 +90,30 @@ def test_relabelling_swaps_sides_with_all_that_belongs_to_them(work, reward_file
 def test_swap_leaves_lone_columns_alone():
     row = {"good": 1, "bad": 2, "chosen_note": "a", "rejected_note": "b", "chosen_only": "c"}
     assert swap_sides(row, "good", "bad") == {"good": 2, "bad": 1, "chosen_note": "b", "rejected_note": "a", "chosen_only": "c"}
+
+
+def test_two_processes_train_like_one(model_folder, prompts_file, reward_file, tmp_path):
+    """The same global batch on 1 and on 2 processes (gloo): the same losses, scores and final weights."""
+    records, weights = [], []
+    for processes in (1, 2):
+        output = tmp_path / str(processes)
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1",
+                   "--mixed_precision", "no", "--dynamo_backend", "no", ROOT / "online_dpo.py", f"--dataset_name={prompts_file}",
+                   "--prompt_column=text", f"--model_name_or_path={model_folder}", f"--reward_model_path={reward_file}:letters",
+                   f"--output_dir={output}", "--generator=hf", "--max_staleness=1", "--response_length=6", "--max_prompt_length=32",
+                   f"--per_device_train_batch_size={8 // processes}", "--num_mini_batches=2", "--total_episodes=64",
+                   "--learning_rate=1e-3", "--eval_split=train[:7]", "--eval_steps=2", "--save_steps=100"]  # fmt: skip
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        records.append([json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()])
+        weights.append(load_file(output / "checkpoint-4" / "model.safetensors"))
+    for one, two in zip(*records, strict=True):
+        for name in ("loss/policy", "objective/score", "objective/kl", "policy/ess", "dpo/tied_frac", "staleness/steps_mean"):
+            assert two[name] == pytest.approx(one[name], abs=1e-5), name
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, atol=2e-4, rtol=0)
 
 
 def test_dry_run_prints_the_plan_and_loads_no_model(model_folder, prompts_file, reward_file, tmp_path, run_script):

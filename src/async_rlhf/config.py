@@ -223,6 +223,11 @@ class BatchPlan:
             prompts_per_forward=config.per_device_train_batch_size // k,
         )
 
+    def saves(self, save_steps: float) -> list[int]:
+        """The updates after which a checkpoint is saved; the last one always is."""
+        every = max(1, round(save_steps * self.updates if save_steps < 1 else save_steps))
+        return sorted({*range(every, self.updates + 1, every), self.updates})
+
     def describe(self, config: RLConfig) -> str:
         newest = config.max_staleness * config.num_mini_batches * config.num_ppo_epochs
         oldest = newest + config.num_mini_batches * config.num_ppo_epochs - 1

@@ -35,10 +35,7 @@ def dry_run(config: RLConfig) -> None:
             print(f"{split} prompts: {name} on the hub, read when the run starts")
     print(plan.describe(config))
     print(f"devices: {_device_plan(config, processes)}")
-    steps = config.save_steps
-    every = max(1, round(steps * plan.updates)) if steps < 1 else round(steps)
-    saved = sorted({*range(every, plan.updates + 1, every), plan.updates})
-    files = ["run_config.json", "metrics.jsonl", *(f"checkpoint-{n}" for n in saved)]
+    files = ["run_config.json", "metrics.jsonl", *(f"checkpoint-{n}" for n in plan.saves(config.save_steps))]
     files += ["eval.jsonl", "completions/"] * bool(config.eval_steps) + ["rollouts.jsonl"] * config.dump_rollouts
     print(f"files in {config.output_dir}: {', '.join(files)}")
 

@@ -157,6 +157,7 @@ class Trainer:
         name = {"wandb": {"name": config.run_name or self.output.name}}
         self.accelerator.init_trackers(config.project, trackers_config, name if "wandb" in config.report_to else {})
         self.bar = tqdm(total=self.plan.updates, unit="update", disable=not distributed.is_main(), mininterval=1.0)
+        saves = self.plan.saves(config.save_steps)
         try:
             self._publish(0)
             if self.pipeline:
@@ -168,7 +169,7 @@ class Trainer:
                     self._train(self.algorithm.make_batch(scored, self.metrics), scored, update)
                     self._publish(update + 1)
                 self._log(update, batch)
-                if self._save_due(update + 1):
+                if update + 1 in saves:
                     self._save(update + 1)
             if config.eval_steps:
                 self._next_batch(last=True)
@@ -402,11 +403,6 @@ class Trainer:
                 if hasattr(tracker, "log_table"):
                     tracker.log_table("eval/completions", ["prompt", "response", "finished", "score"], [list(row) for row in rows[:32]])
         self.accelerator.log(values, step=batch.version)
-
-    def _save_due(self, updates: int) -> bool:
-        steps = self.config.save_steps
-        every = max(1, round(steps * self.plan.updates)) if steps < 1 else round(steps)
-        return updates % every == 0 or updates == self.plan.updates
 
     def _save(self, updates: int) -> None:
         if distributed.is_main():
