@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import ROOT
 from datasets import load_from_disk
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf.config import parse
 from async_rlhf.rewards.model import RewardModel
 from online_dpo import OnlineDPOConfig
 from relabel_with_rm import swap_sides
-from safetensors.torch import load_file
 
 TINY = '{"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 1}'
 

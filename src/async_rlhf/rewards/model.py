@@ -81,8 +81,11 @@ class RewardModel:
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str, max_length: int) -> list[int]:
-    """What an encoder reads: both texts in one sequence, the prompt cut. `tokenizer` truncates from the left."""
-    return tokenizer(prompt, response.strip(), truncation="only_first", max_length=max_length)["input_ids"]
+    """What an encoder reads: both texts in one sequence, the prompt cut. `tokenizer` truncates from the left. Only a response that
+    alone is over `max_length` is cut too."""
+    response = response.strip()
+    fits = len(tokenizer(response, verbose=False)["input_ids"]) + 1 < max_length
+    return tokenizer(prompt, response, truncation="only_first" if fits else "longest_first", max_length=max_length)["input_ids"]
 
 
 def join_ids(prompt: list[int], response: list[int], max_length: int) -> list[int]:
