@@ -1,7 +1,7 @@
 import pytest
 import torch
 from conftest import GPT2, LLAMA, NEOX
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertTokenizerFast
 
 from async_rlhf.config import UserError
 from async_rlhf.models import train_tokenizer
@@ -62,6 +62,38 @@ def test_the_prompt_is_cut_from_the_left_and_the_response_never(decoder, tokeniz
     sample = Sample("p", "r", [10, 11, 12, 13, 14], [20, 21, 1])
     assert reward.encode(sample) == [12, 13, 14, 20, 21, 1]
     assert reward.encode(Sample("p", "r", [10], list(range(20, 30)))) == list(range(20, 30))
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A BERT with fresh weights and a WordPiece vocabulary, unlike the policy's byte-level BPE."""
+    folder = tmp_path_factory.mktemp("encoder")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sees", "dog", "a", "bird", "##s", "."]
+    tokenizer = BertTokenizerFast(vocab={word: i for i, word in enumerate(words)})
+    settings = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, max_position_embeddings=24)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("bert", vocab_size=len(words), num_labels=1, **settings)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_an_encoder_scores_the_text_by_its_own_tokenizer(encoder, tokenizer):
+    reward = RewardModel(encoder, policy_tokenizer=tokenizer)
+    assert reward.is_encoder
+    samples = [Sample("the cat sees", " the dogs.", [1, 2], [3, 4]), Sample("a", " bird.", [1], [2])]
+    for sample, score in zip(samples, reward(samples), strict=True):
+        ids = torch.tensor([reward.tokenizer(sample.prompt, sample.response.strip())["input_ids"]])
+        with torch.no_grad():
+            assert score.item() == pytest.approx(reward.model(ids).logits.item(), abs=1e-5)
+
+
+def test_an_encoder_cuts_the_prompts_start_and_a_response_only_when_it_alone_is_too_long(encoder):
+    reward = RewardModel(encoder, max_length=10)
+    words = reward.tokenizer.convert_ids_to_tokens
+    cut = words(reward.encode(Sample("bird bird the cat sees a", " the dog .")))
+    assert cut == ["[CLS]", "the", "cat", "sees", "a", "[SEP]", "the", "dog", ".", "[SEP]"]
+    assert len(reward.encode(Sample("the cat", " dog" * 30))) == 10
 
 
 def test_two_labels_are_refused(tokenizer, tmp_path):
