@@ -1,5 +1,6 @@
 """`max_staleness: 0` is the synchronous run: bit for bit a plain loop without thread, queue or snapshot."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -184,6 +185,13 @@ def test_another_runs_folder_is_not_overwritten(model_folder, prompts_file, rewa
     config = settings(model_folder, prompts_file, reward_file, tmp_path / "run")
     run(config)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    (tmp_path / "run" / "mine.jsonl").write_text("{}")
     with pytest.raises(UserError, match="holds another run"):
         Trainer(config, OnlineDPO(config))
+    bad = settings(model_folder, prompts_file, reward_file, tmp_path / "run", overwrite_output_dir=True, prompt_column="absent")
+    with pytest.raises(UserError, match="no column absent"):
+        Trainer(bad, OnlineDPO(bad))
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    Trainer(dataclasses.replace(config, overwrite_output_dir=True), OnlineDPO(config))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert (tmp_path / "run" / "mine.jsonl").exists()

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf.config import GeneratorConfig, UserError
 from async_rlhf.generation import HFGenerator, Sampling
 from async_rlhf.models import Policy, pad_tokens
 from async_rlhf.rollout import Prompt
-from async_rlhf.vllm_utils import DISTRIBUTED_VARIABLES, choose_device, open_generator, trainer_cores
+from async_rlhf.vllm_utils import DISTRIBUTED_VARIABLES, check_engine_model, choose_device, open_generator, trainer_cores
 from async_rlhf.weights import WeightStore, whole_weights
 
 PROMPTS = [Prompt(i, i, list(range(30, 34 + 3 * i))) for i in range(6)]
@@ -88,6 +88,13 @@ def test_devices(monkeypatch):
     assert choose_device(None, 4) == "cuda:0"
     with pytest.raises(UserError, match="cuda:0 to cuda:3"):
         choose_device("cuda:4", 3)
+
+
+def test_a_model_that_a_cpu_engine_cannot_run_is_refused():
+    narrow = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
+    with pytest.raises(UserError, match="heads are 16 wide"):
+        check_engine_model(narrow, "cpu:1")
+    check_engine_model(narrow, "cuda:0")
 
 
 def test_variables_of_the_process_group_do_not_reach_the_engine():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
 from tqdm import tqdm
 from transformers import AutoConfig, get_scheduler
@@ -40,9 +40,19 @@ from async_rlhf.models import (
 from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
 from async_rlhf.rewards import load_reward, rollout_samples, score_samples
 from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, write_rollouts
-from async_rlhf.vllm_utils import choose_device, open_generator, trainer_cores
+from async_rlhf.vllm_utils import check_engine_model, choose_device, open_generator, trainer_cores
 from async_rlhf.weights import WeightStore, whole_weights
 
+RUN_FILES = (
+    "run_config.json",
+    "metrics.jsonl",
+    "eval.jsonl",
+    "rollouts.jsonl",
+    "completions",
+    "checkpoint-*",
+    "_generations",
+    "_evaluation",
+)
 PROBE_TOKENS = 48
 EVALUATION_POSITION = 1 << 40  # evaluation prompts stand there in the stream, so that their noise is their own
 
@@ -61,14 +71,17 @@ class Trainer:
         mixed_precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
         trackers = [name for name in config.report_to if name != "none"]
         self.accelerator = Accelerator(mixed_precision=mixed_precision, log_with=trackers or None, project_dir=str(self.output))
-        self._claim_output()
+        sharded = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+        require(not sharded, "the RL loop does not run under DeepSpeed or FSDP yet: use accelerate launch --multi_gpu (or --cpu)")
         self.plan = BatchPlan.of(config, distributed.world_size())
         set_seed(config.seed)
         self.tokenizer = load_tokenizer(config)
         self.encoder = Encoder(config, self.tokenizer)
         self.prompts = load_prompts(config, self.encoder, "train")
         self.eval_prompts = load_prompts(config, self.encoder, "eval") if config.eval_steps else None
-        self._check_lengths()
+        self.engine_device = choose_device(config.vllm_device, distributed.world_size()) if config.generator == "vllm" else None
+        self._check_model()
+        self._claim_output()
         self._bind_to_cores()
         self._load_models()
         self.metrics, self.timers = Metrics(), Timers()
@@ -78,21 +91,23 @@ class Trainer:
     # -- set-up -------------------------------------------------------------------------------------------------------------
 
     def _claim_output(self) -> None:
-        if distributed.is_main():
-            require(
-                self.config.overwrite_output_dir or not (self.output / "metrics.jsonl").exists(),
-                f"output_dir {str(self.output)!r} holds another run: name a new folder, or set overwrite_output_dir",
-            )
-            for pattern in ("checkpoint-*", "completions", "*.jsonl", "_generations", "_evaluation"):
-                for path in self.output.glob(pattern):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            self.output.mkdir(parents=True, exist_ok=True)
-            record = {"algorithm": type(self.algorithm).__name__, **asdict(self.config)}
-            if self.config.dataset_name == "docstrings":
-                record["docstrings_fingerprint"] = fingerprint()
-            (self.output / "run_config.json").write_text(json.dumps(record, indent=2) + "\n")
+        """Only an earlier run's own files are ever deleted, and only when asked."""
+        if not distributed.is_main():
+            return
+        earlier = [path for pattern in RUN_FILES for path in self.output.glob(pattern)]
+        require(
+            self.config.overwrite_output_dir or not earlier,
+            f"output_dir {str(self.output)!r} holds another run ({earlier[0].name if earlier else None}): name a new folder, or set overwrite_output_dir",
+        )
+        for path in earlier:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.output.mkdir(parents=True, exist_ok=True)
+        record = {"algorithm": type(self.algorithm).__name__, **asdict(self.config)}
+        if self.config.dataset_name == "docstrings":
+            record["docstrings_fingerprint"] = fingerprint()
+        (self.output / "run_config.json").write_text(json.dumps(record, indent=2) + "\n")
 
-    def _check_lengths(self) -> None:
+    def _check_model(self) -> None:
         model_config = AutoConfig.from_pretrained(self.config.model_name_or_path, trust_remote_code=self.config.trust_remote_code)
         context = getattr(model_config, "max_position_embeddings", None) or 1 << 30
         longest = max(map(len, self.prompts.ids))
@@ -101,10 +116,11 @@ class Trainer:
             f"longest prompt {longest} + response_length {self.config.response_length} is over the model's context {context}: "
             "lower max_prompt_length or response_length",
         )
+        if self.engine_device:
+            check_engine_model(model_config, self.engine_device)
         self.max_model_len = min(context, self.config.max_prompt_length + self.config.response_length)
 
     def _bind_to_cores(self) -> None:
-        self.engine_device = choose_device(self.config.vllm_device, distributed.world_size()) if self.config.generator == "vllm" else None
         if self.accelerator.device.type == "cpu":
             cores = trainer_cores(self.engine_device or "")
             os.sched_setaffinity(0, cores)

@@ -28,6 +28,8 @@ DISTRIBUTED_VARIABLES = re.compile(
     r"|NODE_RANK|OMP_NUM_THREADS|(TORCHELASTIC|TORCH_NCCL|ACCELERATE|FSDP|DEEPSPEED|PMI|PMIX|SLURM)_\w+)"
 )
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32's CPU attention kernels
+
 
 # -- devices ----------------------------------------------------------------------------------------------------------------
 
@@ -55,6 +57,15 @@ def choose_device(vllm_device: str | None, training_processes: int) -> str:
         absent = [core for core in map(int, index.split(",")) if core not in cores]
         require(not absent, f"vllm_device {vllm_device!r}: this process may use the cores {cores}")
     return vllm_device
+
+
+def check_engine_model(model_config, engine_device: str) -> None:
+    """Raise `UserError` for a model that a CPU engine would start with and die of at its first request."""
+    size = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    require(
+        engine_device.startswith("cuda") or size in CPU_HEAD_SIZES,
+        f"the policy's attention heads are {size} wide, and vLLM on a CPU takes {', '.join(map(str, CPU_HEAD_SIZES))}: set generator: hf",
+    )
 
 
 def trainer_cores(engine_device: str) -> list[int]:
