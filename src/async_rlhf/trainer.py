@@ -97,7 +97,7 @@ class Trainer:
         earlier = [path for pattern in RUN_FILES for path in self.output.glob(pattern)]
         require(
             self.config.overwrite_output_dir or not earlier,
-            f"output_dir {str(self.output)!r} holds another run ({earlier[0].name if earlier else None}): name a new folder, or set overwrite_output_dir",
+            f"output_dir {str(self.output)!r} holds another run: name a new folder, or set overwrite_output_dir",
         )
         for path in earlier:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -14,8 +14,9 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.config import GeneratorConfig, UserError, require
+from async_rlhf.config import GeneratorConfig, ModelConfig, UserError, require
 from async_rlhf.generation import Generator, HFGenerator, ReplayGenerator, Sampling
+from async_rlhf.models import load_causal_lm
 from async_rlhf.rollout import Prompt, Rollout
 from async_rlhf.weights import Snapshot
 
@@ -271,9 +272,6 @@ def open_generator(
     if config.generator == "replay":
         return ReplayGenerator(config.replay_path)
     if config.generator == "hf":
-        from async_rlhf.config import ModelConfig
-        from async_rlhf.models import load_causal_lm
-
         model = shared_model
         if model is None:
             model = load_causal_lm(ModelConfig(model_path, torch_dtype=dtype, trust_remote_code=trust_remote_code))
