@@ -1,9 +1,7 @@
 """The reward interface: samples in, one score a sample out."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +9,6 @@ from datasets import Dataset
 
 from async_rlhf.data import Encoder
 from async_rlhf.rollout import Rollout
-
-FUNCTION = re.compile(r"(?P<module>[\w./~-]+(\.py)?):(?P<name>\w+)")
 
 
 @dataclass(frozen=True)
@@ -34,36 +30,6 @@ class Reward(Protocol):
     """Called on every rank with that rank's samples. Returns float scores, `[len(samples)]`."""
 
     def __call__(self, samples: Sequence[Sample]) -> torch.Tensor: ...
-
-
-def is_function(spec: str) -> bool:
-    """Whether a reward is named as `path/to/file.py:name` or `package.module:name`, and not as a model."""
-    return FUNCTION.fullmatch(spec) is not None
-
-
-def check_reward(spec: str | None, field_name: str) -> None:
-    """Raise `UserError` if the reward cannot be: no such model folder, file or function. Loads no model."""
-    from async_rlhf.models import check_model_path
-    from async_rlhf.rewards.function import find_function
-
-    if spec and is_function(spec):
-        find_function(spec)
-    else:
-        check_model_path(spec, field_name)
-
-
-def load_reward(spec: str, device: torch.device | str = "cpu", **model_settings) -> Reward:
-    """The reward that `spec` names: a Python function, or a reward model (folder or hub name) on `device`.
-
-    Raises:
-        UserError: nothing there, or a model that gives more than one score.
-    """
-    from async_rlhf.rewards.function import FunctionReward
-    from async_rlhf.rewards.model import RewardModel
-
-    if is_function(spec):
-        return FunctionReward(spec)
-    return RewardModel(str(Path(spec).expanduser()) if Path(spec).exists() else spec, device, **model_settings)
 
 
 def rollout_samples(rollouts: Sequence[Rollout], rows: Dataset, encoder: Encoder) -> list[Sample]:

@@ -5,6 +5,7 @@ def name(samples: list[Sample]) -> list[float]
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,9 @@ from pathlib import Path
 import torch
 
 from async_rlhf.config import UserError, require
-from async_rlhf.rewards.base import FUNCTION, Sample
+from async_rlhf.rewards.base import Sample
+
+FUNCTION = re.compile(r"(?P<module>[\w./~-]+(\.py)?):(?P<name>\w+)")
 
 
 class FunctionReward:
