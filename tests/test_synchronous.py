@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ def test_dials_are_logged_as_what_they_are(model_folder, prompts_file, reward_fi
 
 def test_metrics_have_every_name_that_applies(model_folder, prompts_file, reward_file, tmp_path):
     metrics, _ = run(settings(model_folder, prompts_file, reward_file, tmp_path / "run", max_staleness=1, eval_steps=2,
-                              eval_split="train[:10]", num_eval_prompts=6))  # fmt: skip
+                              eval_split="train[:10]", num_eval_prompts=6, report_to=["tensorboard"]))  # fmt: skip
     names = """episode step version lr loss/policy objective/score
     objective/score_std objective/kl objective/entropy objective/rlhf_reward policy/ratio_mean policy/ratio_max
     policy/ess policy/approx_kl dpo/margin dpo/accuracy dpo/tied_frac dpo/skipped_steps
@@ -147,6 +148,20 @@ def test_metrics_have_every_name_that_applies(model_folder, prompts_file, reward
     evaluations = [json.loads(line) for line in open(tmp_path / "run" / "eval.jsonl")]
     assert [record["version"] for record in evaluations] == [0, 2, 4]
     assert len(open(tmp_path / "run" / "completions" / "eval-000004.jsonl").readlines()) == 6
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(
+    model_folder, prompts_file, reward_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("online_dpo.preference_loss", lambda chosen, rejected, *_: (chosen - rejected) * float("nan"))
+    config = settings(model_folder, prompts_file, reward_file, tmp_path / "run", max_staleness=1)
+    trainer = Trainer(config, OnlineDPO(config))
+    with pytest.raises(FloatingPointError, match="gradient of optimizer step 0 is nan; the weights were not changed"):
+        trainer.run()
+    start = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), start.parameters(), strict=True))
+    assert not any(thread.name == "generation" for thread in threading.enumerate())
 
 
 def test_a_batch_of_ties_is_skipped_and_counted(model_folder, prompts_file, tmp_path):

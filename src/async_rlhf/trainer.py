@@ -332,7 +332,8 @@ class Trainer:
                     loss = self.algorithm.loss(self.policy, rows, self.metrics)
                     self.accelerator.backward(loss * distributed.world_size() / units)
             norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
-            require_finite(norm, self.optimizer_steps)
+            if self.accelerator.scaler is None:  # a float16 scaler skips the steps whose gradient overflows
+                require_finite(norm, self.optimizer_steps)
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.optimizer_steps += 1
