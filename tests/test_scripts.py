@@ -97,15 +97,16 @@ def test_two_processes_train_like_one(model_folder, prompts_file, reward_file, t
     records, weights = [], []
     for processes in (1, 2):
         output = tmp_path / str(processes)
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1",
-                   "--mixed_precision", "no", "--dynamo_backend", "no", ROOT / "online_dpo.py", f"--dataset_name={prompts_file}",
-                   "--prompt_column=text", f"--model_name_or_path={model_folder}", f"--reward_model_path={reward_file}:letters",
-                   f"--output_dir={output}", "--generator=hf", "--max_staleness=1", "--response_length=6", "--max_prompt_length=32",
-                   f"--per_device_train_batch_size={8 // processes}", "--num_mini_batches=2", "--total_episodes=64",
-                   "--learning_rate=1e-3", "--eval_split=train[:7]", "--eval_steps=2", "--save_steps=100"]  # fmt: skip
-        done = subprocess.run(
-            list(map(str, command)), capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes, ROOT / "online_dpo.py"),
+            *(f"--dataset_name={prompts_file}", "--prompt_column=text", f"--model_name_or_path={model_folder}"),
+            *(f"--reward_model_path={reward_file}:letters", f"--output_dir={output}", "--generator=hf", "--max_staleness=1"),
+            *("--response_length=6", "--max_prompt_length=32", f"--per_device_train_batch_size={8 // processes}"),
+            *("--num_mini_batches=2", "--total_episodes=64", "--learning_rate=1e-3", "--save_steps=100"),
+            *("--eval_split=train[:7]", "--eval_steps=2"),
+        ]
+        on_cpu = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, env=on_cpu)
         assert done.returncode == 0, done.stderr[-4000:]
         records.append([json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()])
         weights.append(load_file(output / "checkpoint-4" / "model.safetensors"))

@@ -72,7 +72,7 @@ class Trainer:
         trackers = [name for name in config.report_to if name != "none"]
         self.accelerator = Accelerator(mixed_precision=mixed_precision, log_with=trackers or None, project_dir=str(self.output))
         sharded = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
-        require(not sharded, "the RL loop does not run under DeepSpeed or FSDP yet: use accelerate launch --multi_gpu (or --cpu)")
+        require(not sharded, "the RL loop does not run under DeepSpeed or FSDP yet: use accelerate launch --multi_gpu, or torchrun")
         self.plan = BatchPlan.of(config, distributed.world_size())
         set_seed(config.seed)
         self.tokenizer = load_tokenizer(config)
