@@ -180,7 +180,7 @@ class Trainer:
                 self.pipeline.start()
             for update in range(self.plan.updates):
                 with self.timers.time("update"):
-                    batch = self._next_batch()
+                    batch = self._next_batch(update)
                     scored = self._score(self._deal(batch, update))
                     self._train(self.algorithm.make_batch(scored, self.metrics), scored, update)
                     self._publish(update + 1)
@@ -188,7 +188,7 @@ class Trainer:
                 if update + 1 in saves:
                     self._save(update + 1)
             if config.eval_steps:
-                self._next_batch(last=True)
+                self._next_batch(self.plan.updates)
         finally:
             self.bar.close()
             if self.pipeline:
@@ -232,9 +232,9 @@ class Trainer:
         alone = distributed.world_size() == 1 and not self.peft
         return self.config.generator == "hf" and self.config.max_staleness == 0 and alone
 
-    def _next_batch(self, last: bool = False) -> RolloutBatch | None:
-        """The next training batch, on every rank; evaluations that come before it are scored and logged. A failure of the
-        generator is raised on every rank."""
+    def _next_batch(self, done: int) -> RolloutBatch | None:
+        """The next training batch, on every rank, or None when all `done` updates are; evaluations that come before it are scored and
+        logged. A failure of the generator is raised on every rank."""
         while True:
             received, error = None, None
             with self.timers.time("trainer_wait"):
@@ -250,8 +250,8 @@ class Trainer:
                 raise RuntimeError(f"the generator failed on rank 0:\n{message}")
             if message.kind == "train":
                 return message
-            self._evaluate(message)
-            if last and message.index == self.plan.updates:
+            self._evaluate(message, done)
+            if message.index == self.plan.updates:
                 return None
 
     def _deal(self, batch: RolloutBatch, update: int) -> list[list[Rollout]]:
@@ -396,8 +396,9 @@ class Trainer:
             self.bar.update()
         self.accelerator.log(record, step=update + 1)
 
-    def _evaluate(self, batch: RolloutBatch) -> None:
-        """Score held-out completions, log their mean at the snapshot's step, and write them to a file."""
+    def _evaluate(self, batch: RolloutBatch, done: int) -> None:
+        """Score held-out completions, write them to a file and log their mean. Trackers take no step twice and none that is past, so they
+        get it at the updates `done`, with the snapshot's version beside it."""
         mine = batch.rollouts[distributed.rank() :: distributed.world_size()]
         samples = rollout_samples(mine, self.eval_prompts.rows, self.encoder)
         scores = score_samples(self.reward, samples, self.config.reward_model_path) if mine else torch.empty(0)
@@ -418,8 +419,10 @@ class Trainer:
                 append_json(folder / f"eval-{batch.version:06d}.jsonl", line)
             for tracker in self.accelerator.trackers:
                 if hasattr(tracker, "log_table"):
-                    tracker.log_table("eval/completions", ["prompt", "response", "finished", "score"], [list(row) for row in rows[:32]])
-        self.accelerator.log(values, step=batch.version)
+                    tracker.log_table(
+                        "eval/completions", ["prompt", "response", "finished", "score"], [list(row) for row in rows[:32]], step=done
+                    )
+        self.accelerator.log({**values, "eval/version": batch.version}, step=done)
 
     def _save(self, updates: int) -> None:
         if distributed.is_main():
