@@ -79,7 +79,6 @@ def main() -> None:
     data = load_prompts(config, encoder, "eval", Encoder.completion_columns(config))
     columns = describe_prompts(data, encoder)
     require(not columns.keys() & checkpoints.keys(), f"a model folder cannot be named {', '.join(columns)} here: rename it")
-    print(f"{len(data)} prompts, {data.dropped} over max_prompt_length {config.max_prompt_length} dropped")
     generated, mismatches = generate(config, checkpoints, data, tokenizer)
     settings = {
         "model": config.model_name_or_path,

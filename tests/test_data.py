@@ -71,10 +71,11 @@ def test_an_empty_file_is_an_error(tmp_path, tokenizer):
         load_split(config, "train")
 
 
-def test_overlong_prompts_are_dropped_and_counted(prompts_file, tokenizer):
+def test_overlong_prompts_are_dropped_and_counted(prompts_file, tokenizer, capsys):
     config = DataConfig(dataset_name=str(prompts_file), prompt_column="text", max_prompt_length=9)
     data = load_prompts(config, Encoder(config, tokenizer), "train")
     assert data.dropped + len(data) == 48
+    assert f"train prompts: {len(data)}, {data.dropped} over max_prompt_length 9 dropped" in capsys.readouterr().out
     assert 0 < len(data) < 48
     assert all(tokenizer(row["text"])["input_ids"] == ids for row, ids in zip(data.rows, data.ids, strict=True))
 

@@ -15,6 +15,7 @@ from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from async_rlhf import distributed
 from async_rlhf.config import DataConfig, UserError, require
 from async_rlhf.docstrings import docstrings
 from async_rlhf.rollout import Prompt
@@ -158,7 +159,7 @@ class PromptData:
 
 
 def load_prompts(config: DataConfig, encoder: Encoder, split: str, columns: set[str] = frozenset()) -> PromptData:
-    """The prompts of a split, tokenized; those over `max_prompt_length` dropped and counted, or refused with their row numbers.
+    """The prompts of a split, tokenized; those over `max_prompt_length` dropped and counted in print, or refused by row number.
 
     Raises:
         UserError: from `load_split`; an empty prompt; an overlong prompt with `overlong_prompts: error`; no prompt left.
@@ -174,6 +175,8 @@ def load_prompts(config: DataConfig, encoder: Encoder, split: str, columns: set[
         kept = np.setdiff1d(np.arange(len(ids)), overlong)
         rows, ids = rows.select(kept), [ids[i] for i in kept]
     require(ids, f"every prompt is over max_prompt_length {config.max_prompt_length}")
+    if distributed.is_main():
+        print(f"{split} prompts: {len(ids)}, {len(overlong)} over max_prompt_length {config.max_prompt_length} dropped", flush=True)
     return PromptData(rows, ids, len(overlong))
 
 
