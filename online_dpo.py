@@ -2,7 +2,7 @@
 
     python online_dpo.py --config configs/onlinedpo_tiny.yml                      # 2 CPU cores, one of them vLLM's
     python online_dpo.py --config configs/onlinedpo_tiny.yml --max_staleness 0    # the same, synchronous
-    accelerate launch --multi_gpu --num_processes 3 online_dpo.py --config configs/onlinedpo_pythia410m_tldr_vllm_3p1.yml
+    accelerate launch --multi_gpu --num_processes 3 online_dpo.py --config configs/onlinedpo_pythia410m_tldr_vllm_bf16_4gpu.yml
 
 The loss is off-policy as soon as `max_staleness`, `num_mini_batches` or `num_ppo_epochs` lets the policy move on from the
 one that sampled; DPO's needs no importance ratio (Noukhovitch et al. 2024, section 3).
@@ -14,13 +14,11 @@ from typing import Literal
 import torch
 
 from async_rlhf.algorithm import ScoredBatch, Tensors
-from async_rlhf.config import RLConfig, parse, require, run_script, setting
-from async_rlhf.data import quiet_libraries
-from async_rlhf.dry_run import dry_run
+from async_rlhf.config import RLConfig, require, run_script, setting
 from async_rlhf.losses import preference_loss, select_pairs, sequence_sum
 from async_rlhf.metrics import Metrics, policy_metrics
 from async_rlhf.models import Policy, length_mask
-from async_rlhf.trainer import Trainer
+from async_rlhf.trainer import run_algorithm
 
 
 @dataclass
@@ -72,12 +70,7 @@ class OnlineDPO:
 
 
 def main() -> None:
-    config = parse(OnlineDPOConfig)
-    quiet_libraries()
-    if config.dry_run:
-        dry_run(config)
-    else:
-        Trainer(config, OnlineDPO(config)).run()
+    run_algorithm(OnlineDPOConfig, OnlineDPO)
 
 
 if __name__ == "__main__":

@@ -12,40 +12,33 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from trl import RewardConfig, RewardTrainer
 
-from async_rlhf.config import DataConfig, ModelConfig, UserError, parse, require, run_script, setting
-from async_rlhf.data import Encoder, load_split, map_rows, quiet_libraries
-from async_rlhf.models import check_model_path, lora_config
+from async_rlhf.config import UserError, parse, require, run_script, setting
+from async_rlhf.data import Encoder, map_rows
+from async_rlhf.models import check_model_path, lora_config, trained_dtype
 from async_rlhf.rewards.model import ENCODERS, encode_pair, join_ids
+from async_rlhf.supervised import SupervisedConfig, finish, load_splits, print_plan, start
 
 
 @dataclass
-class RewardModelingConfig(DataConfig, ModelConfig, RewardConfig):
+class RewardModelingConfig(SupervisedConfig, RewardConfig):
     """Data and model, and every field of TRL's RewardConfig, some with defaults that hold on every machine."""
 
-    dry_run: bool = setting(False, "Check paths and columns, print the plan, load no model.")
     output_dir: str = setting("results/rm", "Where the model is saved.")
-    bf16: bool = setting(False, "Mixed precision with bfloat16.")
-    gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass.")
-    report_to: str = setting("none", "Trackers: wandb, tensorboard, trackio, none.")
 
     def __post_init__(self):
-        self.use_cpu = self.use_cpu or not torch.cuda.is_available()
         super().__post_init__()
         require(self.max_length, "max_length is not set: the longest prompt + response that the reward model reads, in tokens")
 
 
 def main() -> None:
     config = parse(RewardModelingConfig)
-    quiet_libraries()
+    start(config)
     check_model_path(config.model_name_or_path, "model_name_or_path")
     columns = Encoder.prompt_columns(config) | {config.chosen_column, config.rejected_column}
-    splits = {"train": load_split(config, "train", columns)}
-    if config.eval_strategy != "no":
-        splits["eval"] = load_split(config, "eval", columns)
     if config.dry_run:
-        steps = config.num_train_epochs * len(splits["train"]) / config.train_batch_size / config.gradient_accumulation_steps
-        print(f"reward model on {len(splits['train'])} pairs, about {steps:.0f} steps on one process; saved in {config.output_dir}")
+        print_plan(config, "reward model", columns)
         return
+    splits = load_splits(config, columns)
 
     tokenizer, model = load_reward_base(config)
     encoder = Encoder(config, tokenizer)
@@ -71,11 +64,10 @@ def main() -> None:
         eval_dataset=encoded.get("eval"),
         peft_config=peft,
     )
-    trainer.train()
-    trainer.save_model()
+    finish(trainer, config, "RewardModeling")
 
 
-def load_reward_base(config: ModelConfig):
+def load_reward_base(config: RewardModelingConfig):
     """Tokenizer and classifier with one output. A pad id that no text contains marks where a sequence ends, so where the
     tokenizer pads with eos, or not at all, it gets a `[PAD]` of its own."""
     source = config.tokenizer_name_or_path or config.model_name_or_path
@@ -83,7 +75,8 @@ def load_reward_base(config: ModelConfig):
     set_seed(config.seed)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, truncation_side="left", **settings)
-        dtype = config.torch_dtype if config.torch_dtype == "auto" else getattr(torch, config.torch_dtype)
+        dtype = trained_dtype(config, config.bf16 or config.fp16)
+        dtype = dtype if dtype == "auto" else getattr(torch, dtype)
         model = AutoModelForSequenceClassification.from_pretrained(config.model_name_or_path, num_labels=1, dtype=dtype, **settings)
     except (OSError, ValueError) as error:
         raise UserError(f"no model for a reward at {config.model_name_or_path!r}: {' '.join(str(error).split())[:300]}") from error

@@ -72,7 +72,9 @@ class ModelConfig:
     tokenizer_name_or_path: str | None = setting(None, "Its tokenizer, when not beside the model.")
     model_revision: str = setting("main", "Branch, tag or commit of a hub model.")
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "float32", "Type of the weights that train. On a CPU keep float32: bfloat16 is about 50 times slower there."
+        "float32",
+        "Type in which models are loaded. Weights that train under `bf16` or `fp16` are float32 whatever this says. On a CPU keep "
+        "float32: bfloat16 is about 50 times slower there.",
     )
     attn_implementation: str | None = setting(None, "Attention kernel of `transformers`: eager, sdpa, flash_attention_2.")
     trust_remote_code: bool = setting(False, "Run code that comes with a hub model.")
@@ -126,10 +128,39 @@ class GeneratorConfig(SamplingConfig):
 
 
 @dataclass
-class RLConfig(DataConfig, ModelConfig, GeneratorConfig):
-    """Settings of the loop, the same for every algorithm."""
+class RunConfig:
+    """Where the results of a training run go, who is told of them, and how they are evaluated afterwards."""
 
     output_dir: str = setting("results/run", "Folder of the run: checkpoints, metrics.jsonl, completions.")
+    output_global_parent_dir: str | None = setting(None, "Folder that a relative `output_dir` is put under.")
+    run_name: str | None = setting(None, "Name of the run in the trackers. Default: the folder's name.")
+    project: str = setting("async_rlhf", "Project of the run in the trackers.")
+    report_to: list[str] = setting(["none"], "Trackers: wandb, tensorboard, trackio, or none.")
+    wandb_run_id: str | None = setting(
+        None,
+        "Id of the run in wandb. Default: a new one. slurm: `<parent>_<job id>_<output_dir>`, and the output goes to "
+        "`<parent>/<job id>/<output_dir>`; the parent is `output_global_parent_dir`, else the folder that holds `output_dir`.",
+    )
+    push_to_hub: bool = setting(False, "Push the final model with its model card to the hub, as `hub_model_id`.")
+    hub_model_id: str | None = setting(None, "Hub name of the pushed model. Default: the folder's name, under the token's user.")
+    generate_config: str | None = setting(None, "YAML with which generate_for_eval.py samples from this run, unless told otherwise.")
+    evaluate_config: str | None = setting(None, "YAML with which load_and_eval.py judges this run, unless told otherwise.")
+
+    def __post_init__(self):
+        known = {"wandb", "tensorboard", "trackio", "none"}
+        for tracker in [self.report_to] if isinstance(self.report_to, str) else self.report_to:
+            require(tracker in known, f"report_to {tracker!r}: one of {', '.join(sorted(known))}")
+        absolute = self.output_global_parent_dir and Path(self.output_dir).is_absolute()
+        require(not absolute, f"output_dir {self.output_dir!r} is absolute: leave output_global_parent_dir out")
+        super_post_init = getattr(super(), "__post_init__", None)
+        if super_post_init:
+            super_post_init()
+
+
+@dataclass
+class RLConfig(RunConfig, DataConfig, ModelConfig, GeneratorConfig):
+    """Settings of the loop, the same for every algorithm."""
+
     overwrite_output_dir: bool = setting(False, "Delete what an earlier run left in `output_dir`; otherwise that is an error.")
     seed: int = setting(1, "Seed of everything random: prompt order, sampling, mini-batches.")
     sft_model_path: str | None = setting(None, "The reference policy. Default: `model_name_or_path`.")
@@ -176,9 +207,6 @@ class RLConfig(DataConfig, ModelConfig, GeneratorConfig):
     eval_steps: int | None = setting(None, "Sample and score held-out prompts every so many updates, and at the end. Default: never.")
     num_eval_prompts: int = setting(64, "Held-out prompts that an evaluation samples.")
     dump_rollouts: bool = setting(False, "Append every rollout to `output_dir`/rollouts.jsonl, for study or `generator: replay`.")
-    report_to: list[str] = setting(["none"], "Trackers: wandb, tensorboard, trackio, or none.")
-    run_name: str | None = setting(None, "Name of the run in the trackers. Default: the folder's name.")
-    project: str = setting("async_rlhf", "Project of the run in the trackers.")
     dry_run: bool = setting(False, "Check paths and columns, print batch arithmetic, devices and files, load no model.")
 
     def __post_init__(self):
@@ -190,6 +218,8 @@ class RLConfig(DataConfig, ModelConfig, GeneratorConfig):
         require(k >= 1 and size >= 1 and size % k == 0, f"per_device_train_batch_size {size} is no multiple of num_generations {k}")
         require(self.temperature > 0, "temperature 0: training samples need a temperature above 0")
         require(not (self.bf16 and self.fp16), "bf16 and fp16 exclude each other")
+        unscaled = self.torch_dtype == "float16" and not self.fp16
+        require(not unscaled, "torch_dtype float16 trains with a gradient scaler only: add fp16, or use bfloat16 or float32")
         require(self.save_steps > 0, f"save_steps {self.save_steps}: above 0")
         eos = self.missing_eos_penalty, self.missing_eos_score
         require(None in eos, "missing_eos_penalty and missing_eos_score exclude each other")

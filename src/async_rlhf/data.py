@@ -39,6 +39,15 @@ def load_split(config: DataConfig, split: str, columns: set[str] = frozenset()) 
     return dataset.select(range(min(most, len(dataset)))) if most else dataset
 
 
+def describe_split(config: DataConfig, split: str, columns: set[str]) -> tuple[str, int | None]:
+    """For a dry run: a line on the rows of a split and their number, columns checked. What is on the hub is not fetched: None."""
+    name = (config.eval_dataset_name if split == "eval" else None) or config.dataset_name
+    if not is_local(name):
+        return f"{split}: {name} on the hub, read when the run starts", None
+    rows = len(load_split(config, split, columns))
+    return f"{split}: {rows} rows of {name}", rows
+
+
 def is_local(name: str) -> bool:
     """Whether a data-set name is a path or built in, rather than a hub name."""
     return name == "docstrings" or Path(name).exists() or Path(name).suffix in FILE_FORMATS or name.startswith((".", "/", "~"))

@@ -3,6 +3,7 @@
 `Accelerator.num_processes` and its main-process test are wrong under DeepSpeed on a CPU, so they are not used here.
 """
 
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,16 @@ def world_size() -> int:
 
 def is_main() -> bool:
     return rank() == 0
+
+
+def launched_processes() -> int:
+    """Training processes that the launcher started, known before they have met."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_main_by_environment() -> bool:
+    """`is_main`, known before the processes have met."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def broadcast(value: Any) -> Any:

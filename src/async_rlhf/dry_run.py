@@ -1,12 +1,12 @@
 """Before a run: every path is checked, and the plan printed, without loading a model."""
 
-import os
 from pathlib import Path
 
 import torch
 
+from async_rlhf import distributed
 from async_rlhf.config import BatchPlan, RLConfig, UserError, require
-from async_rlhf.data import Encoder, is_local, load_split
+from async_rlhf.data import Encoder, describe_split
 from async_rlhf.models import check_model_path
 from async_rlhf.rewards import check_reward
 from async_rlhf.vllm_utils import choose_device
@@ -24,15 +24,12 @@ def check_paths(config: RLConfig) -> None:
 def dry_run(config: RLConfig) -> None:
     """Check every path and column and print the plan of the run."""
     check_paths(config)
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if not distributed.is_main_by_environment():
+        return
+    processes = distributed.launched_processes()
     plan = BatchPlan.of(config, processes)
     for split in ("train", "eval") if config.eval_steps else ("train",):
-        name = (config.eval_dataset_name if split == "eval" else None) or config.dataset_name
-        if is_local(name):
-            rows = load_split(config, split, Encoder.prompt_columns(config))
-            print(f"{split} prompts: {len(rows)} rows of {name}")
-        else:
-            print(f"{split} prompts: {name} on the hub, read when the run starts")
+        print(describe_split(config, split, Encoder.prompt_columns(config))[0])
     print(plan.describe(config))
     print(f"devices: {_device_plan(config, processes)}")
     files = ["run_config.json", "metrics.jsonl", *(f"checkpoint-{n}" for n in plan.saves(config.save_steps))]
@@ -42,7 +39,7 @@ def dry_run(config: RLConfig) -> None:
 
 def _device_plan(config: RLConfig, processes: int) -> str:
     training = f"{processes} training process{'es' * (processes > 1)}"
-    training += f" on cuda:0 to cuda:{processes - 1}" if torch.cuda.is_available() else " on the CPU"
+    training += f" on cuda:0 to cuda:{processes - 1}" if torch.cuda.is_available() else " on the CPU, for want of a GPU"
     if config.generator != "vllm":
         return f"{training}; generator {config.generator} in the training process"
     try:

@@ -46,14 +46,14 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_causal_lm(config: ModelConfig, path: str | None = None) -> PreTrainedModel:
-    """The policy (or the model at `path`) in `torch_dtype`, dropout off.
+def load_causal_lm(config: ModelConfig, path: str | None = None, dtype: str | None = None) -> PreTrainedModel:
+    """The policy (or the model at `path`) in `dtype`, by default `torch_dtype`; dropout off.
 
     Raises:
         UserError: nothing loadable there.
     """
-    path = path or config.model_name_or_path
-    dtype = config.torch_dtype if config.torch_dtype == "auto" else getattr(torch, config.torch_dtype)
+    path, dtype = path or config.model_name_or_path, dtype or config.torch_dtype
+    dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     kwargs = {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -62,6 +62,12 @@ def load_causal_lm(config: ModelConfig, path: str | None = None) -> PreTrainedMo
     except (OSError, ValueError) as error:
         raise UserError(f"no model at {path!r}: {' '.join(str(error).split())[:300]}") from error
     return model.eval()
+
+
+def trained_dtype(config: ModelConfig, mixed_precision: bool) -> str:
+    """The type of weights that train: float32 under mixed precision, so that small steps are not lost and a gradient scaler can
+    work; else `torch_dtype`. The frozen base of an adapter stays in `torch_dtype`; `peft` keeps the adapter itself in float32."""
+    return "float32" if mixed_precision and not config.use_peft else config.torch_dtype
 
 
 def lora_config(config: ModelConfig) -> LoraConfig | None:
@@ -214,10 +220,15 @@ def scratch_causal_lm(settings: dict, tokenizer: PreTrainedTokenizerBase, seed: 
     return model
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike, state_dict=None) -> None:
-    """A Hugging Face folder: written beside its place and renamed into it, so that it is whole or not there."""
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike, state_dict=None, card: str | None = None
+) -> None:
+    """A Hugging Face folder, with the text of its model card: written beside its place and renamed into it, so that it is whole or
+    not there."""
     folder = Path(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     model.save_pretrained(temporary, state_dict=state_dict)
     tokenizer.save_pretrained(temporary)
+    if card:
+        (temporary / "README.md").write_text(card, encoding="utf-8")
     temporary.rename(folder)

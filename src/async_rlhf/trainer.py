@@ -1,30 +1,26 @@
 """The loop: take a batch that the generator made, score it, train on it, publish the weights. One loop for every algorithm."""
 
-import json
 import os
-import shutil
 import traceback
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
 from tqdm import tqdm
-from transformers import AutoConfig, get_scheduler
+from transformers import AutoConfig
 
 from async_rlhf import distributed
 from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
-from async_rlhf.config import BatchPlan, RLConfig, require
-from async_rlhf.data import Encoder, PromptStream, load_prompts
-from async_rlhf.docstrings import fingerprint
-from async_rlhf.dry_run import check_paths
+from async_rlhf.config import BatchPlan, RLConfig, parse, require
+from async_rlhf.data import Encoder, PromptStream, load_prompts, quiet_libraries
+from async_rlhf.dry_run import check_paths, dry_run
 from async_rlhf.generation import Sampling
 from async_rlhf.losses import penalize_missing_eos, sequence_sum
 from async_rlhf.metrics import Metrics, Timers, append_json
+from async_rlhf.model_card import check_push, model_card, push_checkpoint
 from async_rlhf.models import (
     Policy,
     disable_dropout,
@@ -36,24 +32,19 @@ from async_rlhf.models import (
     pad_tokens,
     save_model,
     token_logprobs,
+    trained_dtype,
 )
+from async_rlhf.optimization import PolicyOptimizer, open_accelerator
 from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
 from async_rlhf.rewards import load_reward, rollout_samples, score_samples
 from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, write_rollouts
+from async_rlhf.runs import claim_folder, link_output, place_run, record_run
+from async_rlhf.trackers import log_table, open_trackers
 from async_rlhf.vllm_utils import check_engine_model, choose_device, open_generator, trainer_cores
 from async_rlhf.weights import WeightStore, whole_weights
 
-RUN_FILES = (
-    "run_config.json",
-    "metrics.jsonl",
-    "eval.jsonl",
-    "rollouts.jsonl",
-    "completions",
-    "checkpoint-*",
-    "_generations",
-    "_evaluation",
-)
 PROBE_TOKENS = 48
+TABLE_ROWS = 32
 EVALUATION_POSITION = 1 << 40  # evaluation prompts stand there in the stream, so that their noise is their own
 
 
@@ -65,14 +56,11 @@ class Trainer:
     """
 
     def __init__(self, config: RLConfig, algorithm: Algorithm):
-        self.config, self.algorithm = config, algorithm
+        self.config, self.algorithm, self.algorithm_name = config, algorithm, type(algorithm).__name__
         self.output = Path(config.output_dir)
         check_paths(config)
-        mixed_precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
-        trackers = [name for name in config.report_to if name != "none"]
-        self.accelerator = Accelerator(mixed_precision=mixed_precision, log_with=trackers or None, project_dir=str(self.output))
-        sharded = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
-        require(not sharded, "the RL loop does not run under DeepSpeed or FSDP yet: use accelerate launch --multi_gpu, or torchrun")
+        check_push(config)
+        self.accelerator = open_accelerator(config)
         self.plan = BatchPlan.of(config, distributed.world_size())
         set_seed(config.seed)
         self.tokenizer = load_tokenizer(config)
@@ -81,31 +69,20 @@ class Trainer:
         self.eval_prompts = load_prompts(config, self.encoder, "eval") if config.eval_steps else None
         self.engine_device = choose_device(config.vllm_device, distributed.world_size()) if config.generator == "vllm" else None
         self._check_model()
-        self._claim_output()
+        if distributed.is_main():
+            claim_folder(self.output, config.overwrite_output_dir)
+            record_run(self.output, self.algorithm_name, asdict(config) | {"sft_model_path": self._reference_path()})
         self._bind_to_cores()
         self._load_models()
         self.metrics, self.timers = Metrics(), Timers()
-        self.optimizer_steps = 0
         self.steps_at = {0: 0}
+        self.last_record: dict[str, float] = {}
+        self.last_evaluation: dict[str, float] = {}
 
     # -- set-up -------------------------------------------------------------------------------------------------------------
 
-    def _claim_output(self) -> None:
-        """Only an earlier run's own files are ever deleted, and only when asked."""
-        if not distributed.is_main():
-            return
-        earlier = [path for pattern in RUN_FILES for path in self.output.glob(pattern)]
-        require(
-            self.config.overwrite_output_dir or not earlier,
-            f"output_dir {str(self.output)!r} holds another run: name a new folder, or set overwrite_output_dir",
-        )
-        for path in earlier:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.output.mkdir(parents=True, exist_ok=True)
-        record = {"algorithm": type(self.algorithm).__name__, **asdict(self.config)}
-        if self.config.dataset_name == "docstrings":
-            record["docstrings_fingerprint"] = fingerprint()
-        (self.output / "run_config.json").write_text(json.dumps(record, indent=2) + "\n")
+    def _reference_path(self) -> str:
+        return self.config.sft_model_path or self.config.model_name_or_path
 
     def _check_model(self) -> None:
         model_config = AutoConfig.from_pretrained(self.config.model_name_or_path, trust_remote_code=self.config.trust_remote_code)
@@ -129,7 +106,7 @@ class Trainer:
 
     def _load_models(self) -> None:
         config, device = self.config, self.accelerator.device
-        model = load_causal_lm(config)
+        model = load_causal_lm(config, dtype=trained_dtype(config, self.accelerator.mixed_precision != "no"))
         self.end_ids = end_token_ids(model, self.tokenizer, config.stop_token_ids)
         self.peft = lora_config(config)
         if self.peft:
@@ -141,27 +118,19 @@ class Trainer:
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         policy = Policy(model, config.share_prompts).train()
-        betas = (config.adam_beta1, config.adam_beta2)
-        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, config.learning_rate, betas, config.adam_epsilon, config.weight_decay)
-        self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
-        self.scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, self.plan.optimizer_steps)
+        self.optimizer = PolicyOptimizer(self.accelerator, config, policy, self.plan.optimizer_steps)
         self.reference = None
         if not self.peft:
-            reference = load_causal_lm(config, config.sft_model_path or config.model_name_or_path)
+            reference = load_causal_lm(config, self._reference_path())
             self.reference = Policy(reference.requires_grad_(False), config.share_prompts).eval().to(device)
         self.reward = load_reward(
             config.reward_model_path,
             device,
             policy_tokenizer=self.tokenizer,
             batch_size=config.reward_batch_size,
+            dtype=getattr(torch, config.torch_dtype, torch.float32),
             trust_remote_code=config.trust_remote_code,
         )
-
-    @property
-    def model(self):
-        """The policy's own `transformers` (or `peft`) model."""
-        return self.accelerator.unwrap_model(self.policy).model
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
@@ -169,9 +138,7 @@ class Trainer:
         config = self.config
         self.store = WeightStore(config.max_staleness + 1, config.snapshot_dir)
         self.pipeline = self._open_pipeline() if distributed.is_main() else None
-        trackers_config = {key: value for key, value in asdict(config).items() if isinstance(value, int | float | str | bool)}
-        name = {"wandb": {"name": config.run_name or self.output.name}}
-        self.accelerator.init_trackers(config.project, trackers_config, name if "wandb" in config.report_to else {})
+        open_trackers(self.accelerator, asdict(config))
         self.bar = tqdm(total=self.plan.updates, unit="update", disable=not distributed.is_main(), mininterval=1.0)
         saves = self.plan.saves(config.save_steps)
         try:
@@ -195,6 +162,10 @@ class Trainer:
                 self.pipeline.close()
             self.store.close()
             self.accelerator.end_training()
+        if distributed.is_main():
+            link_output(self.output)
+            if config.push_to_hub:
+                print(f"pushed to {push_checkpoint(self.output / f'checkpoint-{self.plan.updates}', config)}")
 
     def _open_pipeline(self) -> GenerationPipeline:
         config = self.config
@@ -204,15 +175,15 @@ class Trainer:
             rows = range(min(config.num_eval_prompts, len(self.eval_prompts)))
             held_out = [Prompt(EVALUATION_POSITION + row, row, self.eval_prompts.ids[row]) for row in rows]
             evaluation = Evaluation(held_out, Sampling.from_config(config, 1, self.end_ids, config.seed), config.eval_steps)
-        bound = config.max_logprob_mismatch or (1e-3 if self._publish_dtype() == torch.float32 else 0.5)
+        bound = config.max_logprob_mismatch or (1e-3 if self.optimizer.dtype == torch.float32 else 0.5)
         return GenerationPipeline(
             open_generator=lambda: open_generator(
                 config,
                 config.model_name_or_path,
                 self.tokenizer,
-                str(self._publish_dtype()).removeprefix("torch."),
+                str(self.optimizer.dtype).removeprefix("torch."),
                 self.max_model_len,
-                shared_model=self.model if self._shares_model() else None,
+                shared_model=self.optimizer.model if self._shares_model() else None,
                 device=self.engine_device,
                 trust_remote_code=config.trust_remote_code,
             ),
@@ -295,7 +266,7 @@ class Trainer:
 
     @torch.no_grad()
     def _ref_logprobs(self, tokens: Tensors) -> torch.Tensor:
-        policy = self.reference or self.accelerator.unwrap_model(self.policy)
+        policy = self.reference or self.accelerator.unwrap_model(self.optimizer.policy)
         if self.peft:
             with policy.model.disable_adapter():
                 return self._forward(policy, tokens)
@@ -315,56 +286,38 @@ class Trainer:
             for epoch in range(self.config.num_ppo_epochs):
                 order = np.random.default_rng([self.config.seed, update, 2, epoch]).permutation(self.config.num_mini_batches)
                 for index in order if epoch else range(self.config.num_mini_batches):
-                    self.metrics.observe("staleness/steps_mean", self.optimizer_steps - sampled_at)
-                    self.metrics.maximum("staleness/steps_max", self.optimizer_steps - sampled_at.min())
+                    self.metrics.observe("staleness/steps_mean", self.optimizer.steps - sampled_at)
+                    self.metrics.maximum("staleness/steps_max", self.optimizer.steps - sampled_at.min())
                     rows = slice(index * per_step, (index + 1) * per_step)
                     self._step({name: tensor[rows] for name, tensor in batch.items()})
 
     def _step(self, mini_batch: Tensors) -> None:
-        """One optimizer step: the gradient of the mean over the mini-batch's units, all ranks and accumulation steps together."""
+        """One optimizer step on the mini-batch; skipped, and counted, where no rank has anything to learn from."""
         units = distributed.all_sum(mini_batch["weight"].sum())
         self.metrics.mean("dpo/skipped_steps", float(units == 0), 1)
-        if units:
-            chunks = list(_rows_in_chunks(mini_batch, self.plan.prompts_per_forward))
-            for i, rows in enumerate(chunks):
-                last = i == len(chunks) - 1
-                with self.accelerator.no_sync(self.policy) if not last else nullcontext():
-                    loss = self.algorithm.loss(self.policy, rows, self.metrics)
-                    self.accelerator.backward(loss * distributed.world_size() / units)
-            norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
-            if self.accelerator.scaler is None:  # a float16 scaler skips the steps whose gradient overflows
-                require_finite(norm, self.optimizer_steps)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.optimizer_steps += 1
-        self.learning_rate = self.optimizer.param_groups[0]["lr"]
-        self.scheduler.step()
+        forwards = list(_rows_in_chunks(mini_batch, self.plan.prompts_per_forward))
+        self.optimizer.step(forwards, units, lambda policy, rows: self.algorithm.loss(policy, rows, self.metrics))
 
     # -- after an update ----------------------------------------------------------------------------------------------------
 
-    def _publish_dtype(self) -> torch.dtype:
-        """The type that the trainer computes in is the one that the engine samples in."""
-        names = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return names.get(self.accelerator.mixed_precision, next(self.model.parameters()).dtype)
-
     def _publish(self, version: int) -> None:
-        self.steps_at[version] = self.optimizer_steps
+        self.steps_at[version] = self.optimizer.steps
         if not self.pipeline:
             return
         with self.timers.time("weight_sync"):
             probe = self.prompts.ids[0][:PROBE_TOKENS]
-            tensors = None if self._shares_model() else whole_weights(self.model, self._publish_dtype())
-            self.store.publish(version, self.optimizer_steps, tensors, probe, self._probe_logprobs(probe))
+            tensors = None if self._shares_model() else whole_weights(self.optimizer.model, self.optimizer.dtype)
+            self.store.publish(version, self.optimizer.steps, tensors, probe, self._probe_logprobs(probe))
 
     @torch.no_grad()
     def _probe_logprobs(self, ids: list[int]) -> list[float]:
         if len(ids) < 2:
             return []
         tokens = torch.tensor([ids], device=self.accelerator.device)
-        self.model.eval()
+        self.optimizer.model.eval()
         with self.accelerator.autocast():
-            logits = self.model(tokens).logits
-        self.model.train()
+            logits = self.optimizer.model(tokens).logits
+        self.optimizer.model.train()
         return token_logprobs(logits[:, :-1], tokens[:, 1:])[0].tolist()
 
     def _log(self, update: int, batch: RolloutBatch) -> None:
@@ -375,7 +328,7 @@ class Trainer:
             "episode": (update + 1) * self.plan.completions,
             "step": update + 1,
             "version": batch.version,
-            "lr": self.learning_rate,
+            "lr": self.optimizer.learning_rate,
             **values,
             "rollout/tokens": tokens,
             "time/generate": batch.generate_seconds,
@@ -387,6 +340,7 @@ class Trainer:
         }
         if batch.mismatch is not None:
             record["mismatch/logprob_abs"] = batch.mismatch
+        self.last_record = record
         if distributed.is_main():
             append_json(self.output / "metrics.jsonl", record)
             self.bar.set_postfix_str(
@@ -409,36 +363,37 @@ class Trainer:
             "eval/eos_frac": float(np.mean([row[2] for row in rows])),
             "eval/response_length": float(np.mean([len(rollout.response_ids) for rollout in batch.rollouts])),
         }
+        self.last_evaluation = values
         if distributed.is_main():
             record = {"version": batch.version, "step": batch.version, "episode": batch.version * self.plan.completions, **values}
             append_json(self.output / "eval.jsonl", record)
             folder = self.output / "completions"
             folder.mkdir(exist_ok=True)
-            for prompt, response, finished, score in rows:
-                line = {"prompt": prompt, "response": response, "finished": finished, "score": score}
+            lines = [dict(zip(("prompt", "response", "finished", "score"), row, strict=True)) for row in rows]
+            for line in lines:
                 append_json(folder / f"eval-{batch.version:06d}.jsonl", line)
-            for tracker in self.accelerator.trackers:
-                if hasattr(tracker, "log_table"):
-                    tracker.log_table(
-                        "eval/completions", ["prompt", "response", "finished", "score"], [list(row) for row in rows[:32]], step=done
-                    )
+            log_table(self.accelerator, "eval/completions", lines[:TABLE_ROWS], step=done)
         self.accelerator.log({**values, "eval/version": batch.version}, step=done)
 
     def _save(self, updates: int) -> None:
         if distributed.is_main():
-            model = self.model.get_base_model() if self.peft else self.model
-            state = {name: tensor.cpu() for name, tensor in whole_weights(self.model)}
-            save_model(model, self.tokenizer, self.output / f"checkpoint-{updates}", state)
-
-
-def require_finite(norm: torch.Tensor | float | None, step: int) -> None:
-    """Raise `FloatingPointError` before a NaN reaches the weights."""
-    if norm is not None and not bool(torch.isfinite(torch.as_tensor(float(norm)))):
-        raise FloatingPointError(
-            f"the gradient of optimizer step {step} is {float(norm)}; the weights were not changed: lower learning_rate"
-        )
+            model = self.optimizer.model.get_base_model() if self.peft else self.optimizer.model
+            state = {name: tensor.cpu() for name, tensor in whole_weights(self.optimizer.model)}
+            card = model_card(self.config, self.algorithm_name, self.last_record, self.last_evaluation)
+            save_model(model, self.tokenizer, self.output / f"checkpoint-{updates}", state, card=str(card))
 
 
 def _rows_in_chunks(tensors: Tensors, size: int) -> Iterator[Tensors]:
     for start in range(0, len(next(iter(tensors.values()))), size):
         yield {name: tensor[start : start + size] for name, tensor in tensors.items()}
+
+
+def run_algorithm(config_class: type[RLConfig], algorithm_class: type[Algorithm]) -> None:
+    """What an algorithm's script does: read the configuration, then train, or print the plan."""
+    config = parse(config_class)
+    quiet_libraries()
+    place_run(config)
+    if config.dry_run:
+        dry_run(config)
+        return
+    Trainer(config, algorithm_class(config)).run()

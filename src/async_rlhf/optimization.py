@@ -1,0 +1,102 @@
+"""Optimizer steps on the policy, under DDP or DeepSpeed ZeRO-2, in full or mixed precision."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from accelerate import Accelerator, DistributedType
+from transformers import get_scheduler
+
+from async_rlhf import distributed
+from async_rlhf.algorithm import Tensors
+from async_rlhf.config import RLConfig, require
+from async_rlhf.models import Policy
+from async_rlhf.trackers import wanted
+
+
+def open_accelerator(config: RLConfig) -> Accelerator:
+    """Accelerate's processes, precision and trackers. Where the configuration names no precision, `accelerate launch` decides.
+
+    Raises:
+        UserError: float16 on a CPU, FSDP, ZeRO-3.
+    """
+    require(torch.cuda.is_available() or not config.fp16, "fp16 needs a GPU; on a CPU train in float32")
+    precision = "bf16" if config.bf16 else "fp16" if config.fp16 else None
+    accelerator = Accelerator(mixed_precision=precision, log_with=wanted(config.report_to) or None, project_dir=config.output_dir)
+    require(accelerator.distributed_type != DistributedType.FSDP, "the RL loop does not run under FSDP yet: use DDP or ZeRO-2")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        plugin = accelerator.state.deepspeed_plugin
+        require(plugin.zero_stage <= 2, f"the RL loop does not run under ZeRO-{plugin.zero_stage} yet: use ZeRO-2 or DDP")
+        plugin.deepspeed_config.update(
+            train_micro_batch_size_per_gpu=config.per_device_train_batch_size,
+            gradient_accumulation_steps=1,  # `PolicyOptimizer` says which forward is the last of a step
+            gradient_clipping=config.max_grad_norm,
+        )
+    return accelerator
+
+
+class PolicyOptimizer:
+    """The policy with AdamW and its schedule. `policy` is what losses call; `steps` counts the optimizer steps taken."""
+
+    def __init__(self, accelerator: Accelerator, config: RLConfig, policy: Policy, total_steps: int):
+        self.accelerator, self.max_grad_norm = accelerator, config.max_grad_norm
+        self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        betas = (config.adam_beta1, config.adam_beta2)
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, config.learning_rate, betas, config.adam_epsilon, config.weight_decay)
+        self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
+        self.scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, total_steps)
+        self.steps = 0
+        self.learning_rate = config.learning_rate
+
+    @property
+    def model(self):
+        """The policy's own `transformers` (or `peft`) model."""
+        return self.accelerator.unwrap_model(self.policy).model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the policy computes in, so that the engine samples in it too."""
+        names = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return names.get(self.accelerator.mixed_precision, next(self.model.parameters()).dtype)
+
+    def step(self, forwards: Sequence[Tensors], units: float, loss: Callable[[Policy, Tensors], torch.Tensor]) -> None:
+        """One step along the gradient of the mean over `units`, the number of things to learn from in the forwards of all ranks;
+        `loss(policy, rows)` is summed over its rows. Without a unit only the schedule moves on.
+
+        Raises:
+            FloatingPointError: a gradient that is not finite.
+        """
+        if units:
+            for i, rows in enumerate(forwards):
+                last = i == len(forwards) - 1
+                # DDP and DeepSpeed average over ranks, so the sum is taken times their number
+                if self.deepspeed:
+                    self.policy.set_gradient_accumulation_boundary(last)
+                    self.policy.backward(loss(self.policy, rows) * distributed.world_size() / units)
+                    self.policy.step()
+                else:
+                    with nullcontext() if last else self.accelerator.no_sync(self.policy):
+                        self.accelerator.backward(loss(self.policy, rows) * distributed.world_size() / units)
+            self._check_and_step()
+        self.steps += 1
+        self.learning_rate = self.optimizer.param_groups[0]["lr"]
+        self.scheduler.step()
+
+    def _check_and_step(self) -> None:
+        scaled = self.accelerator.mixed_precision == "fp16"  # a scaler skips the steps whose gradient overflows
+        if self.deepspeed:  # which has clipped and stepped; a NaN then reaches neither a snapshot nor a checkpoint
+            norm = None if scaled else self.policy.get_global_grad_norm()
+        else:
+            norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+        if not scaled:
+            require_finite(norm, self.steps)
+        if not self.deepspeed:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def require_finite(norm: torch.Tensor | float | None, step: int) -> None:
+    """Raise `FloatingPointError` before a NaN is published or saved."""
+    if norm is not None and not bool(torch.isfinite(torch.as_tensor(float(norm)))):
+        raise FloatingPointError(f"the gradient of optimizer step {step} is {float(norm)}; no weights are saved of it: lower learning_rate")
