@@ -10,7 +10,7 @@ trained with (its run_config.json) unless given here. One engine serves all chec
 
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import fields, replace
 from importlib.metadata import version
 
 import torch
@@ -18,21 +18,14 @@ from datasets import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.config import DataConfig, GeneratorConfig, ModelConfig, require, run_script, setting
-from async_rlhf.data import Encoder, PromptData, load_prompts, load_split, quiet_libraries
-from async_rlhf.evaluation import (
-    SAMPLING_FIELDS,
-    EvalSamplingConfig,
-    Generations,
-    check_replaceable,
-    find_checkpoints,
-    generations_folder,
-    parse_with_defaults,
-    run_defaults,
-)
+from async_rlhf.config import require, run_script
+from async_rlhf.data import Encoder, PromptData, describe_split, load_prompts, quiet_libraries
+from async_rlhf.evaluation import Generations, check_replaceable
+from async_rlhf.evaluation_config import SAMPLING_FIELDS, GenerateConfig, generations_folder, parse_generate_config
 from async_rlhf.generation import Generator, Sampling
 from async_rlhf.models import Policy, end_token_ids, load_causal_lm, load_tokenizer, pad_tokens
 from async_rlhf.rollout import Prompt, Rollout
+from async_rlhf.runs import find_checkpoints
 from async_rlhf.vllm_utils import choose_device, open_generator
 from async_rlhf.weights import WeightStore, whole_weights
 
@@ -40,33 +33,16 @@ PROMPTS_AT_A_TIME = 1024
 PROBE_TOKENS = 64
 
 
-@dataclass
-class GenerateConfig(EvalSamplingConfig, GeneratorConfig, DataConfig, ModelConfig):
-    """Which run, which prompts, which engine, and how it samples."""
-
-    model_name_or_path: str | None = setting(None, "The run: a folder of `checkpoint-<update>` models, or one model.")
-    dataset_path: str | None = setting(None, "Folder for the generations. Default: `_generations` in the run's folder.")
-    seed: int = setting(1, "Seed of the sampling.")
-    max_logprob_mismatch: float | None = setting(
-        None, "Largest allowed difference between engine and checkpoint logprobs on a probe text. Default: 0.001 in float32, else 0.5."
-    )
-    dry_run: bool = setting(False, "Check paths and columns, print the plan, load no model.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(self.generator != "replay", "generator: replay has nothing to evaluate; choose vllm or hf")
-
-
 def main() -> None:
-    config = parse_with_defaults(GenerateConfig, run_defaults)
+    config = parse_generate_config()
     quiet_libraries()
     checkpoints = find_checkpoints(config.model_name_or_path)
     folder = generations_folder(config.dataset_path, config.model_name_or_path)
     check_replaceable(folder)
     if config.dry_run:
-        rows = load_split(config, "eval", Encoder.prompt_columns(config) | Encoder.completion_columns(config))
+        print(describe_split(config, "eval", Encoder.prompt_columns(config) | Encoder.completion_columns(config))[0])
         print(
-            f"{len(checkpoints)} checkpoints ({', '.join(checkpoints)}), {len(rows)} rows × ({config.num_generations} completions at "
+            f"{len(checkpoints)} checkpoints ({', '.join(checkpoints)}), a row × ({config.num_generations} completions at "
             f"temperature {config.temperature} + {config.kl_samples} at {config.kl_temperature}), at most {config.response_length} tokens, "
             f"by {config.generator}; saved in {folder}"
         )
@@ -86,7 +62,7 @@ def main() -> None:
         "checkpoints": checkpoints,
         "sampling": {name: getattr(config, name) for name in SAMPLING_FIELDS},
         "seed": config.seed,
-        "config": asdict(config),
+        "config": {f.name: getattr(config, f.name) for f in fields(GenerateConfig)},
         "prompts": len(data),
         "dropped": data.dropped,
         "mismatch": mismatches,

@@ -3,71 +3,60 @@
     python load_and_eval.py --config configs/evaluate_tiny.yml --model_name_or_path results/onlinedpo_tiny \\
         --baseline_dataset_path results/sft_generations_tiny
 
-Writes results.json, results.md and gold_against_kl.png; docs/evaluation.md says what each number is. Sampling settings come from
-the record beside the generations (another value is refused), the SFT model's name from the run's run_config.json.
+Writes results.json, results.md, samples.jsonl and gold_against_kl.png; docs/evaluation.md says what each number is. Sampling settings
+come from the record beside the generations (another value is refused), the SFT model's name and the trackers from the run's
+run_config.json: `gold/*` goes to the run's own page, at the update of each checkpoint.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from tqdm import tqdm
 
-from async_rlhf.config import ModelConfig, require, run_script, setting
+from async_rlhf.config import require, run_script
 from async_rlhf.data import quiet_libraries
 from async_rlhf.evaluation import (
-    EvalSamplingConfig,
     Generations,
     Measured,
     bootstrap_interval,
     check_comparable,
     check_recorded,
     compare,
-    generations_folder,
     markdown_table,
-    parse_with_defaults,
-    read_settings,
     sequence_log_ratio,
     summarize,
-    training_settings,
+    tracked_values,
+    update_of,
     write_results,
 )
+from async_rlhf.evaluation_config import SETTINGS_FILE, TRACKER_FIELDS, EvaluateConfig, generations_folder, parse_evaluate_config
 from async_rlhf.models import Policy, check_model_path, load_causal_lm, load_tokenizer, pad_tokens
 from async_rlhf.rewards import Sample, check_reward, load_reward, score_samples
 from async_rlhf.rewards.model import same_vocabulary
+from async_rlhf.runs import run_folder, run_settings
+from async_rlhf.trackers import log_past, log_table, open_trackers, wanted
 
 SETTINGS = ["gold_reward_model_path", "sft_model_path", "baseline_dataset_path", "torch_dtype", "bootstrap_samples", "seed"]
-
-
-@dataclass
-class EvaluateConfig(EvalSamplingConfig, ModelConfig):
-    """Which generations, judged by what, against what. `torch_dtype` is that of the SFT and of the gold model."""
-
-    model_name_or_path: str | None = setting(None, "The run whose generations are judged.")
-    dataset_path: str | None = setting(None, "Folder of the generations. Default: `_generations` in the run's folder.")
-    baseline_dataset_path: str | None = setting(None, "Generations of another model, of the same prompts: the SFT model's, say.")
-    gold_reward_model_path: str | None = setting(
-        None, "The judge: a model folder or hub name, or a Python function as `path/file.py:name` or `package.module:name`."
-    )
-    sft_model_path: str | None = setting(None, "What perplexity and KL refer to. Default: the run's own reference policy.")
-    output_dir: str | None = setting(None, "Where the results are written. Default: `_evaluation` in the run's folder.")
-    batch_size: int = setting(32, "Prompts that the SFT model, samples that the gold model takes at a time.")
-    bootstrap_samples: int = setting(2000, "Times that the prompts are drawn anew for an interval.")
-    seed: int = setting(1, "Seed of the intervals.")
-    dry_run: bool = setting(False, "Check paths and settings, print the plan, load no model.")
+TABLE_ROWS = 32
 
 
 def main() -> None:
-    config = parse_with_defaults(EvaluateConfig, recorded_defaults)
+    config = parse_evaluate_config()
     quiet_libraries()
     folder = generations_folder(config.dataset_path, config.model_name_or_path)
-    record = Generations.load(folder)
-    check_recorded(config, record, folder)
     check_reward(config.gold_reward_model_path, "gold_reward_model_path")
     if config.sft_model_path:
         check_model_path(config.sft_model_path, "sft_model_path")
+    if config.dry_run and not (folder / SETTINGS_FILE).exists():
+        print(f"{config.gold_reward_model_path} will judge what generate_for_eval.py puts in {folder}; nothing is there yet")
+        return
+    record = Generations.load(folder)
+    check_recorded(config, record, folder)
     baseline = Generations.load(Path(config.baseline_dataset_path).expanduser()) if config.baseline_dataset_path else None
     if baseline:
         check_comparable(record, baseline)
@@ -79,24 +68,14 @@ def main() -> None:
             f"{config.gold_reward_model_path} against {against}, KL and perplexity from {config.sft_model_path}; results in {output}"
         )
         return
-    results = evaluate(config, record, baseline)
-    write_results(results, output)
-    print(f"{markdown_table(results)}\nresults.json, results.md and gold_against_kl.png are in {output}")
+    results, samples = evaluate(config, record, baseline)
+    write_results(results, [sample for rows in samples.values() for sample in rows], output)
+    track(config, results, samples)
+    print(f"{markdown_table(results)}\nresults.json, results.md, samples.jsonl and gold_against_kl.png are in {output}")
 
 
-def recorded_defaults(config: EvaluateConfig) -> dict:
-    """Sampling settings and names from the generations' record and from the run's own configuration."""
-    settings = read_settings(generations_folder(config.dataset_path, config.model_name_or_path))
-    trained = training_settings(config.model_name_or_path or settings["model"])
-    return settings["sampling"] | {
-        "model_name_or_path": settings["model"],
-        "tokenizer_name_or_path": settings["tokenizer"],
-        "sft_model_path": trained.get("sft_model_path") or trained.get("model_name_or_path"),
-    }
-
-
-def evaluate(config: EvaluateConfig, record: Generations, baseline: Generations | None) -> dict:
-    """What results.json holds: the settings, and results by checkpoint, the baseline's beside them."""
+def evaluate(config: EvaluateConfig, record: Generations, baseline: Generations | None) -> tuple[dict, dict[str, list[dict]]]:
+    """What results.json holds: the settings, and results by checkpoint, the baseline's beside them. And by checkpoint, what it said."""
     judges = Judges(config, record, baseline)
     interval = partial(bootstrap_interval, resamples=config.bootstrap_samples, seed=config.seed)
     reference = judges.score_references(record)
@@ -109,12 +88,40 @@ def evaluate(config: EvaluateConfig, record: Generations, baseline: Generations 
     if baseline:
         theirs = judges.measure(baseline, baseline.checkpoints[-1])
         results["baseline"][baseline.checkpoints[-1]] = summarize(theirs, reference, interval)
+    samples = {}
     for name in record.checkpoints:
         measured = judges.measure(record, name)
         results["checkpoints"][name] = summarize(measured, reference, interval)
         if baseline:
             results["checkpoints"][name] |= compare(measured.scores, theirs.scores, interval)
-    return results
+        samples[name] = list(describe_samples(record, name, measured.scores[:, 0], reference[:, 0]))
+    return results, samples
+
+
+def describe_samples(record: Generations, name: str, scores: np.ndarray, reference_scores: np.ndarray) -> Iterator[dict]:
+    """The first completion of every prompt beside the reference, with what both scored."""
+    rows = record.rows.select_columns(["prompt", "reference", name])
+    for row, score, reference_score in zip(rows, scores.tolist(), reference_scores.tolist(), strict=True):
+        said = {"checkpoint": name, "prompt": row["prompt"], "response": row[name]["responses"][0]["text"], "score": score}
+        yield {**said, "reference": row["reference"], "reference_score": reference_score}
+
+
+def track(config: EvaluateConfig, results: dict, samples: dict[str, list[dict]]) -> None:
+    """Log `gold/*` to the training run itself, each checkpoint at its update."""
+    trackers = wanted(config.report_to)
+    if not trackers:
+        return
+    trained = run_settings(config.model_name_or_path)
+    if config.wandb_run_id in (None, "slurm"):
+        config.wandb_run_id = trained.get("wandb_run_id")
+    accelerator = Accelerator(log_with=trackers, project_dir=run_folder(config.model_name_or_path) or config.model_name_or_path)
+    open_trackers(accelerator, {name: getattr(config, name) for name in TRACKER_FIELDS}, resume=True)
+    for name, result in results["checkpoints"].items():
+        update = update_of(name)
+        values = tracked_values(result) | {"episode": update * trained.get("completions_per_update", 0)}
+        log_past(accelerator, values, update)
+        log_table(accelerator, "gold/samples", samples[name][:TABLE_ROWS], update, past=True)
+    accelerator.end_training()
 
 
 class Judges:

@@ -26,19 +26,16 @@ from async_rlhf.evaluation import (
     check_replaceable,
     compare,
     draw,
-    find_checkpoints,
-    generations_folder,
     markdown_table,
-    parse_with_defaults,
     perplexity,
-    run_defaults,
     sequence_log_ratio,
     summarize,
-    training_settings,
     win_shares,
 )
+from async_rlhf.evaluation_config import generations_folder, parse_evaluate_config, parse_generate_config
 from async_rlhf.generation import HFGenerator
 from async_rlhf.models import save_model, scratch_causal_lm, train_tokenizer
+from async_rlhf.runs import find_checkpoints, run_settings
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["red", "green", "blue", "tall", "small", "warm", "cold", "quick", "slow", "bright", "dark", "old", "young", "round", "flat"]
@@ -184,18 +181,17 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
 
 
 def test_data_and_length_are_the_runs_own_unless_given(tmp_path):
-    GenerateConfig = load_script("generate_for_eval").GenerateConfig
     trained = {"dataset_name": "train.jsonl", "max_eval_samples": 5, "response_length": 9, "temperature": 0.7, "stop_token_ids": [3]}
     (tmp_path / "run_config.json").write_text(json.dumps(trained))
     run = ["--model_name_or_path", str(tmp_path)]
-    config = parse_with_defaults(GenerateConfig, run_defaults, run)
+    config = parse_generate_config(run)
     assert (config.dataset_name, config.response_length, config.stop_token_ids) == ("train.jsonl", 9, [3])
     assert (config.temperature, config.kl_temperature, config.max_eval_samples) == (0.01, 0.7, None)
-    given = parse_with_defaults(GenerateConfig, run_defaults, [*run, "--response_length", "12", "--kl_temperature", "1.0"])
+    given = parse_generate_config([*run, "--response_length", "12", "--kl_temperature", "1.0"])
     assert (given.dataset_name, given.response_length, given.kl_temperature) == ("train.jsonl", 12, 1.0)
     (tmp_path / "checkpoint-4").mkdir()
-    assert training_settings(str(tmp_path / "checkpoint-4")) == trained
-    assert parse_with_defaults(GenerateConfig, run_defaults, ["--model_name_or_path", "org/model"]).kl_temperature == 1.0
+    assert run_settings(str(tmp_path / "checkpoint-4")) == trained
+    assert parse_generate_config(["--model_name_or_path", "org/model"]).kl_temperature == 1.0
 
 
 # -- the scripts --------------------------------------------------------------------------------------------------------------
@@ -355,9 +351,8 @@ def test_record_and_results_say_how_they_were_made(folder, results):
 
 @pytest.mark.parametrize("field, value", [("response_length", 53), ("temperature", 0.7), ("num_generations", 1), ("kl_temperature", 1.0)])
 def test_sampling_settings_other_than_recorded_are_refused(folder, field, value):
-    script = load_script("load_and_eval")
     arguments = ["--model_name_or_path", str(folder / "run"), f"--{field}", str(value)]
-    config = parse_with_defaults(script.EvaluateConfig, script.recorded_defaults, arguments)
+    config = parse_evaluate_config(arguments)
     with pytest.raises(UserError, match=f"{field} {value}"):
         check_recorded(config, Generations.load(folder / "run" / "_generations"), folder)
 
@@ -375,7 +370,7 @@ def test_the_same_completion_scores_the_same_whatever_the_batch(folder):
     (folder / "jitter.py").write_text("import random\n\ndef score(samples):\n    return [random.random() for _ in samples]\n")
     script = load_script("load_and_eval")
     arguments = ["--model_name_or_path", str(folder / "run"), "--gold_reward_model_path", f"{folder / 'jitter.py'}:score"]
-    config = parse_with_defaults(script.EvaluateConfig, script.recorded_defaults, arguments)
+    config = parse_evaluate_config(arguments)
     record = Generations.load(folder / "run" / "_generations")
     judges = script.Judges(config, record, None)
     first, again = (judges.measure(record, "checkpoint-2").scores for _ in range(2))

@@ -286,8 +286,9 @@ class _Parser(HfArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
-def parse(config_class: type[Config], argv: Sequence[str] | None = None) -> Config:
-    """An instance of the config class, from the `--config` file and then the command line.
+def parse(config_class: type[Config], argv: Sequence[str] | None = None, beneath: str | None = None) -> Config:
+    """An instance of the config class, from the `--config` file and then the command line. The file `beneath` speaks where neither
+    does.
 
     Raises:
         UserError: unknown key (with the nearest field named), wrong type, or a value that the config refuses.
@@ -303,9 +304,11 @@ def parse(config_class: type[Config], argv: Sequence[str] | None = None) -> Conf
         if action.type is dict:
             action.type = _json_mapping
     names = sorted({action.dest for action in parser._actions} - {"help"})
-    values = _read_yaml(known.config) if known.config else {}
-    for key in values:
-        require(key in names, f"{known.config}: {_unknown(key, names)}")
+    values = {}
+    for path in filter(None, (beneath, known.config)):
+        for key, value in _read_yaml(path).items():
+            require(key in names, f"{path}: {_unknown(key, names)}")
+            values[key] = value
     parser.set_defaults(**{key: None for key, value in values.items() if value is None})
     from_file = [word for key, value in values.items() if value is not None for word in _as_arguments(key, value)]
     config, *_, rest = _build(parser, [*from_file, *argv])

@@ -1,93 +1,24 @@
-"""Evaluation after training: a run's checkpoints, the record of what they generated, and the numbers and pictures made from it.
+"""Evaluation after training: the record of what checkpoints generated, and the numbers and pictures made from it.
 
 `generate_for_eval.py` writes the record and `load_and_eval.py` reads it, the sampling settings included, so that both always
 speak of the same completions. What the numbers mean is in docs/evaluation.md.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from datasets import Dataset, load_from_disk
 from matplotlib.figure import Figure
 
-from async_rlhf.config import DataConfig, SamplingConfig, parse, require, setting
-from async_rlhf.models import check_model_path
+from async_rlhf.config import require
+from async_rlhf.evaluation_config import SAMPLING_FIELDS, SETTINGS_FILE, EvalSamplingConfig, read_settings
+from async_rlhf.runs import CHECKPOINT
 
-Config = TypeVar("Config")
 Interval = Callable[[np.ndarray], list[float]]
-
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-GENERATIONS = "_generations"
-SETTINGS_FILE = "generations.json"
-
-
-@dataclass
-class EvalSamplingConfig(SamplingConfig):
-    """How the completions that are judged are sampled. Recorded with them: `load_and_eval.py` takes these from the record."""
-
-    temperature: float = setting(0.01, "Sampling temperature of the completions that are judged; the paper's is 0.01.")
-    num_generations: int = setting(1, "Completions a prompt; scores and win rates are means over them.")
-    kl_samples: int = setting(1, "Further samples a prompt, at `kl_temperature`, for the estimate of the KL; 0: none, and no KL.")
-    kl_temperature: float | None = setting(None, "Temperature of the policies whose KL is estimated. Default: the run's own, else 1.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(self.num_generations >= 1, f"num_generations {self.num_generations}: at least 1")
-        require(self.kl_samples >= 0, f"kl_samples {self.kl_samples}: 0 or more")
-        require(self.kl_temperature is None or self.kl_temperature > 0, "kl_temperature 0: a greedy policy has no KL to estimate")
-
-
-SAMPLING_FIELDS = [f.name for f in fields(EvalSamplingConfig)]
-
-
-# -- the run's own files ------------------------------------------------------------------------------------------------------
-
-
-def find_checkpoints(run: str | None) -> dict[str, str]:
-    """Name and path of every checkpoint of a run, in the order of training; a model (folder or hub name) is its own only one.
-
-    Raises:
-        UserError: neither a model nor a folder that holds `checkpoint-<update>` models.
-    """
-    folder = Path(run or "").expanduser()
-    if not run or not folder.is_dir() or (folder / "config.json").exists():
-        check_model_path(run, "model_name_or_path")
-        return {folder.resolve().name: run}
-    found = {int(match[1]): path for path in folder.iterdir() if (match := CHECKPOINT.fullmatch(path.name))}
-    whole = {path.name: str(path) for _, path in sorted(found.items()) if (path / "config.json").exists()}
-    require(whole, f"model_name_or_path {run!r}: neither a config.json nor a checkpoint-<update> folder with one is in it")
-    return whole
-
-
-def training_settings(run: str | None) -> dict:
-    """What `run_config.json` of the run, or of the run that this checkpoint belongs to, says; empty where there is none."""
-    folder = Path(run or "").expanduser()
-    for path in (folder, folder.parent) if CHECKPOINT.fullmatch(folder.name) else (folder,):
-        if run and (path / "run_config.json").is_file():
-            return json.loads((path / "run_config.json").read_text(encoding="utf-8"))
-    return {}
-
-
-def run_defaults(config: Config) -> dict:
-    """Settings that generation takes from the run unless told otherwise: its data, response length and temperature."""
-    trained = training_settings(config.model_name_or_path)
-    own = {f.name for f in fields(DataConfig)} - {"max_train_samples", "max_eval_samples"}
-    own |= {"response_length", "stop_token_ids", "tokenizer_name_or_path", "trust_remote_code"}
-    return {"kl_temperature": trained.get("temperature", 1.0)} | {name: trained[name] for name in own & trained.keys()}
-
-
-def parse_with_defaults(config_class: type[Config], defaults: Callable[[Config], dict], argv: Sequence[str] | None = None) -> Config:
-    """`parse`, with defaults that depend on what was given: `defaults(config)` stands where neither file nor command line speaks."""
-    values = defaults(parse(config_class, argv))
-    given = [(f.name, f.type, setting(values[f.name], f.metadata["help"])) for f in fields(config_class) if f.name in values]
-    return parse(make_dataclass(config_class.__name__, given, bases=(config_class,)), argv)
-
 
 # -- the record of what was generated -----------------------------------------------------------------------------------------
 
@@ -121,24 +52,9 @@ class Generations:
         return cls(read_settings(folder), load_from_disk(str(folder)))
 
 
-def generations_folder(dataset_path: str | None, run: str | None) -> Path:
-    """`dataset_path`, or `_generations` in the run's folder."""
-    if dataset_path:
-        return Path(dataset_path).expanduser()
-    require(run, "neither dataset_path nor model_name_or_path is set")
-    require(Path(run).expanduser().is_dir(), f"dataset_path is not set, and {run!r} is no folder that generations could be kept in")
-    return Path(run).expanduser() / GENERATIONS
-
-
 def check_replaceable(folder: Path) -> None:
     """Raise `UserError` if something other than generations stands where they are to be written."""
     require(not folder.exists() or (folder / SETTINGS_FILE).exists(), f"dataset_path {str(folder)!r} exists and holds no generations")
-
-
-def read_settings(folder: Path) -> dict:
-    path = folder / SETTINGS_FILE
-    require(path.is_file(), f"dataset_path {str(folder)!r}: no {SETTINGS_FILE} there; generate_for_eval.py makes it")
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def check_recorded(config: EvalSamplingConfig, generations: Generations, folder: Path) -> None:
@@ -244,12 +160,22 @@ def compare(scores: np.ndarray, baseline: np.ndarray, interval: Interval) -> dic
 # -- what is shown ------------------------------------------------------------------------------------------------------------
 
 
-def write_results(results: dict, folder: Path) -> None:
-    """results.json, results.md and gold_against_kl.png. A tracker would get the same `results` here."""
+def write_results(results: dict, samples: Iterable[dict], folder: Path) -> None:
+    """results.json, results.md, gold_against_kl.png, and samples.jsonl, what each checkpoint said and what it scored."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(results, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / "results.md").write_text(markdown_table(results), encoding="utf-8")
     draw(results, folder / "gold_against_kl.png")
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
+
+
+def tracked_values(result: dict) -> dict[str, float]:
+    """`gold/*` of one checkpoint, as `summarize` and `compare` gave it."""
+    names = ("win_rate", "tie_rate", "score", "reference_score", "perplexity", "kl", "response_length", "eos_rate")
+    values = {name: result[name] for name in names}
+    if "head_to_head" in result:
+        values |= {"baseline_win_rate": result["head_to_head"]["win_rate"], "score_gain": result["score_gain"]["mean"]}
+    return {f"gold/{name}": value for name, value in values.items() if value is not None}
 
 
 def markdown_table(results: dict) -> str:
@@ -307,7 +233,7 @@ def draw(results: dict, path: Path) -> None:
         for names, style in ((runs, {"fmt": "o-", "label": "checkpoints"}), (results["baseline"], {"fmt": "s", "label": "baseline"})):
             if not names:
                 continue
-            at = [r["kl"] if with_kl else _update(name) for name, r in names.items()]
+            at = [r["kl"] if with_kl else update_of(name) for name, r in names.items()]
             width = _error_bars(list(names.values()), "kl") if with_kl else None
             height = _error_bars(list(names.values()), key)
             axes.errorbar(at, [r[key] for r in names.values()], height, width, capsize=3, elinewidth=0.8, **style)
@@ -321,7 +247,8 @@ def draw(results: dict, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _update(name: str) -> int:
+def update_of(name: str) -> int:
+    """The update of `checkpoint-<update>`; 0 for a model of another name."""
     match = CHECKPOINT.fullmatch(name)
     return int(match[1]) if match else 0
 

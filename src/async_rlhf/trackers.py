@@ -33,13 +33,13 @@ def open_trackers(accelerator: Accelerator, settings: Mapping[str, Any], resume:
             tracker.run.define_metric("gold/*", step_metric="step")
 
 
-def log_table(accelerator: Accelerator, name: str, rows: Sequence[Mapping[str, Any]], step: int | None) -> None:
-    """Show rows (all with the same keys) as a table, in each tracker's own way."""
+def log_table(accelerator: Accelerator, name: str, rows: Sequence[Mapping[str, Any]], step: int, past: bool = False) -> None:
+    """Show rows (all with the same keys) as a table, in each tracker's own way. `past`: the run has left the step behind."""
     columns = list(rows[0])
     data = [[row[column] for column in columns] for row in rows]
     for tracker in accelerator.trackers:
         if tracker.name == "wandb":
-            tracker.log_table(name, columns, data, step=step)
+            tracker.log_table(name, columns, data, step=None if past else step)
         elif tracker.name == "trackio":
             import pandas
             import trackio

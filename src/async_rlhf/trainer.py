@@ -71,7 +71,8 @@ class Trainer:
         self._check_model()
         if distributed.is_main():
             claim_folder(self.output, config.overwrite_output_dir)
-            record_run(self.output, self.algorithm_name, asdict(config) | {"sft_model_path": self._reference_path()})
+            settled = {"sft_model_path": self._reference_path(), "completions_per_update": self.plan.completions}
+            record_run(self.output, self.algorithm_name, asdict(config) | settled)
         self._bind_to_cores()
         self._load_models()
         self.metrics, self.timers = Metrics(), Timers()
