@@ -57,13 +57,6 @@ def test_every_field_has_a_help_string_and_help_prints(capsys):
     assert "--max_staleness" in capsys.readouterr().out
 
 
-def test_batch_arithmetic_of_the_papers_asynchronous_run():
-    """3 GPUs, 21 pairs a forward, 8 accumulated: 504 prompts a batch; 131,072 prompts are 261 batches, the last one whole."""
-    config = RLConfig(per_device_train_batch_size=42, gradient_accumulation_steps=8, total_episodes=262_144)
-    plan = BatchPlan.of(config, processes=3)
-    assert (plan.prompts, plan.completions, plan.prompts_per_forward, plan.updates) == (504, 1008, 21, 261)
-
-
 def test_mini_batches_and_epochs_multiply_optimizer_steps():
     config = RLConfig(per_device_train_batch_size=4, num_mini_batches=4, num_ppo_epochs=2, total_episodes=100, max_staleness=2)
     plan = BatchPlan.of(config, processes=1)

@@ -12,9 +12,7 @@ from datasets import load_from_disk
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_rlhf.config import parse
 from async_rlhf.rewards.model import RewardModel
-from online_dpo import OnlineDPOConfig
 from relabel_with_rm import swap_sides
 
 TINY = '{"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 1}'
@@ -129,9 +127,3 @@ def test_dry_run_prints_the_plan_and_loads_no_model(model_folder, prompts_file, 
     assert "3 training processes" in done.stdout
     assert "checkpoint-4, checkpoint-8, checkpoint-10" in done.stdout
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("onlinedpo_*.yml")))
-def test_every_online_dpo_config_parses(name):
-    config = parse(OnlineDPOConfig, ["--config", str(ROOT / "configs" / name)])
-    assert config.num_generations >= 2
