@@ -19,6 +19,7 @@ test-full: setup lint
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck -x *.sh .ci/run
 
 setup: .venv/ready
 

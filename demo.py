@@ -41,7 +41,6 @@ def main() -> None:
     require(not output.exists(), f"output_dir {config.output_dir!r} holds an earlier demo: delete it, or name another")
     pairs, reward, policy, evaluation = (output / name for name in ("pairs", "reward_model", "online_dpo", "evaluation"))
     sft = output / "sft" if config.from_scratch else Path("checkpoints/sft_docstrings")
-    sft_generations = output / "sft_generations"
 
     def optional(**fields) -> list[str]:
         return [f"--{name}={value}" for name, value in fields.items() if value is not None]
@@ -56,12 +55,10 @@ def main() -> None:
         "Online DPO": ["online_dpo.py", "configs/onlinedpo_tiny.yml", f"--model_name_or_path={sft}", f"--reward_model_path={reward}",
             f"--output_dir={policy}", f"--max_staleness={config.max_staleness}", f"--generator={config.generator}", f"--seed={config.seed}",
             *optional(total_episodes=config.total_episodes)],
-        "completions of the SFT policy": ["generate_for_eval.py", "configs/generate_tiny.yml", f"--model_name_or_path={sft}",
-            f"--dataset_path={sft_generations}", *sampled],
-        "completions of the trained policies": ["generate_for_eval.py", "configs/generate_tiny.yml", f"--model_name_or_path={policy}",
-            *sampled],
-        "gold evaluation": ["load_and_eval.py", "configs/evaluate_tiny.yml", f"--model_name_or_path={policy}", f"--sft_model_path={sft}",
-            f"--baseline_dataset_path={sft_generations}", f"--output_dir={evaluation}"],
+        "completions of the SFT policy and of the trained ones": ["generate_for_eval.py", "configs/generate_tiny.yml",
+            f"--model_name_or_path={policy}", *sampled],
+        "gold evaluation": ["load_and_eval.py", "configs/evaluate_tiny.yml", f"--model_name_or_path={policy}",
+            f"--output_dir={evaluation}"],
     }  # fmt: skip
     if not config.from_scratch:
         del stages["SFT"]

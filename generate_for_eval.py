@@ -21,11 +21,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import require, run_script
 from async_rlhf.data import Encoder, PromptData, describe_split, load_prompts, quiet_libraries
 from async_rlhf.evaluation import Generations, check_replaceable
-from async_rlhf.evaluation_config import SAMPLING_FIELDS, GenerateConfig, generations_folder, parse_generate_config
+from async_rlhf.evaluation_config import SAMPLING_FIELDS, SFT, GenerateConfig, generations_folder, parse_generate_config, reference_policy
 from async_rlhf.generation import Generator, Sampling
 from async_rlhf.models import Policy, end_token_ids, load_causal_lm, load_tokenizer, pad_tokens
 from async_rlhf.rollout import Prompt, Rollout
-from async_rlhf.runs import find_checkpoints
+from async_rlhf.runs import find_checkpoints, run_settings
 from async_rlhf.vllm_utils import choose_device, open_generator
 from async_rlhf.weights import WeightStore, whole_weights
 
@@ -37,6 +37,12 @@ def main() -> None:
     config = parse_generate_config()
     quiet_libraries()
     checkpoints = find_checkpoints(config.model_name_or_path)
+    newest = list(checkpoints.values())[-1]
+    if config.sample_sft:
+        sft = reference_policy(run_settings(config.model_name_or_path))
+        checkpoints = ({SFT: sft} if sft else {}) | checkpoints
+        if not sft:
+            print(f"sample_sft: {config.model_name_or_path} has no run_config.json that names a policy it started from")
     folder = generations_folder(config.dataset_path, config.model_name_or_path)
     check_replaceable(folder)
     if config.dry_run:
@@ -48,7 +54,6 @@ def main() -> None:
         )
         return
 
-    newest = list(checkpoints.values())[-1]
     config.tokenizer_name_or_path = config.tokenizer_name_or_path or newest
     tokenizer = load_tokenizer(config)
     encoder = Encoder(config, tokenizer)

@@ -34,7 +34,7 @@ from async_rlhf.evaluation import (
     update_of,
     write_results,
 )
-from async_rlhf.evaluation_config import SETTINGS_FILE, TRACKER_FIELDS, EvaluateConfig, generations_folder, parse_evaluate_config
+from async_rlhf.evaluation_config import SETTINGS_FILE, SFT, TRACKER_FIELDS, EvaluateConfig, generations_folder, parse_evaluate_config
 from async_rlhf.models import Policy, check_model_path, load_causal_lm, load_tokenizer, pad_tokens
 from async_rlhf.rewards import Sample, check_reward, load_reward, score_samples
 from async_rlhf.rewards.model import same_vocabulary
@@ -60,9 +60,11 @@ def main() -> None:
     baseline = Generations.load(Path(config.baseline_dataset_path).expanduser()) if config.baseline_dataset_path else None
     if baseline:
         check_comparable(record, baseline)
+    elif SFT in record.checkpoints[:-1]:
+        baseline = record
     output = Path(config.output_dir or Path(config.model_name_or_path) / "_evaluation").expanduser()
     if config.dry_run:
-        against = f"the reference and {baseline.checkpoints[-1]}" if baseline else "the reference"
+        against = f"the reference and {baseline_name(record, baseline)}" if baseline else "the reference"
         print(
             f"{len(record.rows)} prompts × {config.num_generations} completions of {', '.join(record.checkpoints)}, judged by "
             f"{config.gold_reward_model_path} against {against}, KL and perplexity from {config.sft_model_path}; results in {output}"
@@ -85,17 +87,24 @@ def evaluate(config: EvaluateConfig, record: Generations, baseline: Generations 
         "baseline": {},
         "checkpoints": {},
     }
+    other = baseline_name(record, baseline) if baseline else None
     if baseline:
-        theirs = judges.measure(baseline, baseline.checkpoints[-1])
-        results["baseline"][baseline.checkpoints[-1]] = summarize(theirs, reference, interval)
+        theirs = judges.measure(baseline, other)
+        results["baseline"][other] = summarize(theirs, reference, interval)
     samples = {}
     for name in record.checkpoints:
+        if baseline is record and name == other:
+            continue
         measured = judges.measure(record, name)
         results["checkpoints"][name] = summarize(measured, reference, interval)
         if baseline:
             results["checkpoints"][name] |= compare(measured.scores, theirs.scores, interval)
         samples[name] = list(describe_samples(record, name, measured.scores[:, 0], reference[:, 0]))
     return results, samples
+
+
+def baseline_name(record: Generations, baseline: Generations) -> str:
+    return SFT if baseline is record else baseline.checkpoints[-1]
 
 
 def describe_samples(record: Generations, name: str, scores: np.ndarray, reference_scores: np.ndarray) -> Iterator[dict]:

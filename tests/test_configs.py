@@ -54,9 +54,9 @@ ONLINE_DPO = [
     ("pythia410m_tldr_bf16_4gpu", 4, HF, (32, 4, 512, 256, 256), (2, 3e-6, 0.1, 0.7, 53, -1)),
     ("pythia1b_tldr_bf16_4gpu", 4, HF, (16, 8, 512, 256, 256), (2, 3e-6, 0.1, 0.7, 53, -1)),
     ("pythia2.8b_tldr_bf16_4gpu", 4, HF, (4, 32, 512, 256, 256), (2, 3e-6, 0.1, 0.7, 53, -1)),
-    ("pythia410m_tldr_vllm_bf16_4gpu", 3, ASYNC, (21, 8, 504, 256, 261), (2, 3e-6, 0.1, 0.7, 53, -1)),
-    ("pythia1b_tldr_vllm_bf16_4gpu", 3, ASYNC, (8, 21, 504, 256, 261), (2, 3e-6, 0.1, 0.7, 53, -1)),
-    ("pythia2.8b_tldr_vllm_bf16_4gpu", 3, ASYNC, (6, 28, 504, 256, 261), (2, 3e-6, 0.1, 0.7, 53, -1)),
+    ("pythia410m_tldr_vllm_bf16_4gpu", 3, ASYNC, (21, 8, 504, 256, 256), (2, 3e-6, 0.1, 0.7, 53, -1)),
+    ("pythia1b_tldr_vllm_bf16_4gpu", 3, ASYNC, (8, 21, 504, 256, 256), (2, 3e-6, 0.1, 0.7, 53, -1)),
+    ("pythia2.8b_tldr_vllm_bf16_4gpu", 3, ASYNC, (6, 28, 504, 256, 256), (2, 3e-6, 0.1, 0.7, 53, -1)),
     ("pythia410m_tldr_vllm_bf16_1gpu", 1, SHARED, (8, 64, 512, 256, 256), (2, 3e-6, 0.1, 0.7, 53, -1)),
     ("pythia1b_tldr_vllm_bf16_1gpu", 1, SHARED, (4, 128, 512, 256, 256), (2, 3e-6, 0.1, 0.7, 53, -1)),
     ("pythia2.8b_tldr_vllm_bf16_1gpu", 1, SHARED, (2, 256, 512, 256, 256), (2, 3e-6, 0.1, 0.7, 53, -1)),  # the split is ours

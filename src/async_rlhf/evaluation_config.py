@@ -16,6 +16,7 @@ from async_rlhf.runs import run_settings
 Config = TypeVar("Config")
 
 GENERATIONS = "_generations"
+SFT = "sft"
 SETTINGS_FILE = "generations.json"
 TRACKER_FIELDS = ("report_to", "project", "run_name", "wandb_run_id")
 
@@ -45,6 +46,9 @@ class GenerateConfig(EvalSamplingConfig, GeneratorConfig, DataConfig, ModelConfi
 
     model_name_or_path: str | None = setting(None, "The run: a folder of `checkpoint-<update>` models, or one model.")
     dataset_path: str | None = setting(None, "Folder for the generations. Default: `_generations` in the run's folder.")
+    sample_sft: bool = setting(
+        False, "Sample from the policy that the run started from too, as checkpoint `sft`: load_and_eval.py takes it as baseline."
+    )
     seed: int = setting(1, "Seed of the sampling.")
     max_logprob_mismatch: float | None = setting(
         None, "Largest allowed difference between engine and checkpoint logprobs on a probe text. Default: 0.001 in float32, else 0.5."
@@ -62,7 +66,9 @@ class EvaluateConfig(EvalSamplingConfig, ModelConfig):
 
     model_name_or_path: str | None = setting(None, "The run whose generations are judged.")
     dataset_path: str | None = setting(None, "Folder of the generations. Default: `_generations` in the run's folder.")
-    baseline_dataset_path: str | None = setting(None, "Generations of another model, of the same prompts: the SFT model's, say.")
+    baseline_dataset_path: str | None = setting(
+        None, "Generations of another model, of the same prompts, to meet head to head. Default: those of `sft`, where it was sampled."
+    )
     gold_reward_model_path: str | None = setting(
         None, "The judge: a model folder or hub name, or a Python function as `path/file.py:name` or `package.module:name`."
     )
@@ -106,9 +112,13 @@ def evaluate_defaults(config: EvaluateConfig) -> dict:
     trained = run_settings(config.model_name_or_path or settings["model"])
     names = {"model_name_or_path": settings["model"], "tokenizer_name_or_path": settings["tokenizer"]}
     names |= {name: trained[name] for name in TRACKER_FIELDS if name in trained}
-    if trained.get("algorithm") != "SFT":  # which starts from a model that is no reference
-        names["sft_model_path"] = trained.get("sft_model_path") or trained.get("model_name_or_path")
+    names["sft_model_path"] = reference_policy(trained)
     return settings["sampling"] | names
+
+
+def reference_policy(trained: dict) -> str | None:
+    """The policy that a run's record names as its reference; SFT has none."""
+    return None if trained.get("algorithm") == "SFT" else trained.get("sft_model_path") or trained.get("model_name_or_path")
 
 
 def _parse(config_class: type[Config], companion: type, key: str, defaults: Callable[[Config], dict], argv: Sequence[str] | None) -> Config:

@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from async_rlhf.config import RunConfig
+from async_rlhf.config import RunConfig, UserError
 
 
 def wanted(report_to: str | Sequence[str]) -> list[str]:
@@ -21,13 +21,21 @@ def export_identity(config: RunConfig) -> None:
 
 def open_trackers(accelerator: Accelerator, settings: Mapping[str, Any], resume: bool = False) -> None:
     """Start the run named by `settings` (a run's fields `project`, `run_name`, `wandb_run_id`) in every tracker of the accelerator,
-    or take it up again."""
+    or take it up again.
+
+    Raises:
+        UserError: a tracker refuses, for want of a key, say.
+    """
     plain = {key: value for key, value in settings.items() if isinstance(value, int | float | str | bool)}
     kwargs = {
         "wandb": {"name": settings["run_name"], "id": settings["wandb_run_id"], "resume": "allow"},
         "trackio": {"name": settings["wandb_run_id"], "resume": "allow" if resume else "never", "embed": False},
     }
-    accelerator.init_trackers(settings["project"], None if resume else plain, kwargs)
+    try:
+        accelerator.init_trackers(settings["project"], None if resume else plain, kwargs)
+    except Exception as error:  # each tracker has its own kinds: no key, no server, a run of that name
+        message = " ".join(str(error).split())
+        raise UserError(f"report_to {', '.join(accelerator.log_with)}: {message} (WANDB_MODE=offline logs without a server)") from error
     for tracker in accelerator.trackers:
         if tracker.name == "wandb":  # its own step may not go back: what belongs to an earlier update names its step
             tracker.run.define_metric("gold/*", step_metric="step")

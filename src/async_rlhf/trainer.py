@@ -73,6 +73,7 @@ class Trainer:
             claim_folder(self.output, config.overwrite_output_dir)
             settled = {"sft_model_path": self._reference_path(), "completions_per_update": self.plan.completions}
             record_run(self.output, self.algorithm_name, asdict(config) | settled)
+        open_trackers(self.accelerator, asdict(config))
         self._bind_to_cores()
         self._load_models()
         self.metrics, self.timers = Metrics(), Timers()
@@ -139,7 +140,6 @@ class Trainer:
         config = self.config
         self.store = WeightStore(config.max_staleness + 1, config.snapshot_dir)
         self.pipeline = self._open_pipeline() if distributed.is_main() else None
-        open_trackers(self.accelerator, asdict(config))
         self.bar = tqdm(total=self.plan.updates, unit="update", disable=not distributed.is_main(), mininterval=1.0)
         saves = self.plan.saves(config.save_steps)
         try:

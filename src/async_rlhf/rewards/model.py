@@ -61,8 +61,9 @@ class RewardModel:
         else:
             prompt = self.tokenizer(sample.prompt)["input_ids"]
             response = self.tokenizer(sample.response, add_special_tokens=False)["input_ids"]
-            if sample.finished and self.tokenizer.eos_token_id is not None:
-                response = [*response, self.tokenizer.eos_token_id]
+            eos = self.tokenizer.eos_token_id
+            if sample.finished and eos is not None and response[-1:] != [eos]:  # a data set's text may end with it already
+                response = [*response, eos]
         return join_ids(prompt, response, self.max_length)
 
     def forward(self, ids: list[list[int]]) -> torch.Tensor:
