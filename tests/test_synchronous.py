@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from tiny_run import PROMPTS, UPDATES, K, settings, train
 from transformers import AutoModelForCausalLM
 
 from async_rlhf.generation import HFGenerator, Sampling
@@ -15,29 +16,7 @@ from async_rlhf.models import Policy, length_mask, pad_tokens
 from async_rlhf.rewards import Sample, load_reward
 from async_rlhf.rollout import Prompt
 from async_rlhf.trainer import Trainer
-from online_dpo import OnlineDPO, OnlineDPOConfig
-
-UPDATES, PROMPTS, K = 4, 8, 2
-
-
-def settings(model_folder, prompts_file, reward_file, output, **changes):
-    base = dict(
-        dataset_name=str(prompts_file),
-        prompt_column="text",
-        model_name_or_path=str(model_folder),
-        reward_model_path=f"{reward_file}:letters",
-        output_dir=str(output),
-        generator="hf",
-        response_length=6,
-        max_staleness=0,
-        per_device_train_batch_size=PROMPTS * K,
-        total_episodes=UPDATES * PROMPTS * K,
-        learning_rate=1e-3,
-        beta=0.2,
-        save_steps=UPDATES,
-        seed=7,
-    )
-    return OnlineDPOConfig(**{**base, **changes})
+from online_dpo import OnlineDPO
 
 
 def plain_loop(config, tokenizer):
@@ -81,19 +60,12 @@ def plain_loop(config, tokenizer):
     return losses, model
 
 
-def run(config):
-    trainer = Trainer(config, OnlineDPO(config))
-    trainer.run()
-    with open(f"{config.output_dir}/metrics.jsonl") as file:
-        return [json.loads(line) for line in file], trainer.optimizer.model
-
-
 @pytest.mark.parametrize("own_copy", [False, True], ids=["training model", "snapshots"])
 def test_staleness_0_equals_the_plain_loop_bit_for_bit(model_folder, prompts_file, reward_file, tokenizer, tmp_path, own_copy, monkeypatch):
     config = settings(model_folder, prompts_file, reward_file, tmp_path / "run")
     if own_copy:  # the generator samples from published snapshots, as it does in every asynchronous run
         monkeypatch.setattr(Trainer, "_shares_model", lambda self: False)
-    metrics, model = run(config)
+    metrics, model = train(config)
     losses, expected = plain_loop(config, tokenizer)
     assert [record["loss/policy"] for record in metrics] == losses
     for (name, a), (_, b) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
@@ -102,13 +74,14 @@ def test_staleness_0_equals_the_plain_loop_bit_for_bit(model_folder, prompts_fil
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), expected.parameters(), strict=True))
 
 
-def test_two_runs_of_one_seed_agree_and_another_seed_differs(model_folder, prompts_file, reward_file, tmp_path):
-    losses = []
+def test_two_runs_of_one_seed_agree_in_every_metric_and_another_seed_differs(model_folder, prompts_file, reward_file, tmp_path):
+    runs = []
     for name, seed in (("a", 7), ("b", 7), ("c", 8)):
-        config = settings(model_folder, prompts_file, reward_file, tmp_path / name, seed=seed, max_staleness=1)
-        losses.append([record["loss/policy"] for record in run(config)[0]])
-    assert losses[0] == losses[1] != losses[2]
-    assert losses[0][0] == pytest.approx(np.log(2))
+        config = settings(model_folder, prompts_file, reward_file, tmp_path / name, seed=seed, max_staleness=1, num_mini_batches=2)
+        timed = ("time/", "throughput/")
+        runs.append([{name: value for name, value in record.items() if not name.startswith(timed)} for record in train(config)[0]])
+    assert runs[0] == runs[1] and len(runs[0]) == UPDATES / 2
+    assert all(a["loss/policy"] != b["loss/policy"] for a, b in zip(runs[0], runs[2], strict=True))
 
 
 def test_accumulation_and_mini_batches_leave_the_gradient_alone(model_folder, prompts_file, reward_file, tmp_path):
@@ -116,7 +89,7 @@ def test_accumulation_and_mini_batches_leave_the_gradient_alone(model_folder, pr
     results = []
     for size in (16, 8, 2):
         changes = dict(per_device_train_batch_size=size, gradient_accumulation_steps=16 // size)
-        metrics, model = run(settings(model_folder, prompts_file, reward_file, tmp_path / str(size), **changes))
+        metrics, model = train(settings(model_folder, prompts_file, reward_file, tmp_path / str(size), **changes))
         results.append(([record["loss/policy"] for record in metrics], torch.cat([p.detach().flatten() for p in model.parameters()])))
     for losses, weights in results[1:]:
         assert losses == pytest.approx(results[0][0], abs=1e-5)
@@ -126,7 +99,7 @@ def test_accumulation_and_mini_batches_leave_the_gradient_alone(model_folder, pr
 def test_dials_are_logged_as_what_they_are(model_folder, prompts_file, reward_file, tmp_path):
     """S 1, N 2, 2 epochs: batches 0, 1, 1, …; steps behind 0…3 on the first batch, then 4…7."""
     changes = dict(max_staleness=1, num_mini_batches=2, num_ppo_epochs=2, per_device_train_batch_size=8)
-    metrics, _ = run(settings(model_folder, prompts_file, reward_file, tmp_path / "run", **changes))
+    metrics, _ = train(settings(model_folder, prompts_file, reward_file, tmp_path / "run", **changes))
     assert [record["staleness/batches_mean"] for record in metrics] == [0, 1, 1, 1]
     assert [(record["staleness/steps_mean"], record["staleness/steps_max"]) for record in metrics] == [(1.5, 3)] + 3 * [(5.5, 7)]
     assert metrics[-1]["lr"] > 0
@@ -134,7 +107,7 @@ def test_dials_are_logged_as_what_they_are(model_folder, prompts_file, reward_fi
 
 
 def test_metrics_have_every_name_that_applies(model_folder, prompts_file, reward_file, tmp_path):
-    metrics, _ = run(settings(model_folder, prompts_file, reward_file, tmp_path / "run", max_staleness=1, eval_steps=2,
+    metrics, _ = train(settings(model_folder, prompts_file, reward_file, tmp_path / "run", max_staleness=1, eval_steps=2,
                               eval_split="train[:10]", num_eval_prompts=6, report_to=["tensorboard"]))  # fmt: skip
     names = """episode step version lr loss/policy objective/score
     objective/score_std objective/kl objective/entropy objective/rlhf_reward policy/ratio_mean policy/ratio_max
@@ -167,16 +140,16 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weight
 def test_a_batch_of_ties_is_skipped_and_counted(model_folder, prompts_file, tmp_path):
     (tmp_path / "flat.py").write_text("def flat(samples):\n    return [0.5] * len(samples)\n")
     config = settings(model_folder, prompts_file, "", tmp_path / "run", reward_model_path=f"{tmp_path}/flat.py:flat")
-    metrics, model = run(config)
+    metrics, model = train(config)
     assert [(r["dpo/tied_frac"], r["dpo/skipped_steps"]) for r in metrics] == [(1.0, 1.0)] * UPDATES
     start = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True))
 
 
 def test_replayed_rollouts_train_the_same(model_folder, prompts_file, reward_file, tmp_path):
-    recorded, model = run(settings(model_folder, prompts_file, reward_file, tmp_path / "a", max_staleness=1, dump_rollouts=True))
+    recorded, model = train(settings(model_folder, prompts_file, reward_file, tmp_path / "a", max_staleness=1, dump_rollouts=True))
     changes = dict(max_staleness=1, generator="replay", replay_path=str(tmp_path / "a" / "rollouts.jsonl"))
-    replayed, again = run(settings(model_folder, prompts_file, reward_file, tmp_path / "b", **changes))
+    replayed, again = train(settings(model_folder, prompts_file, reward_file, tmp_path / "b", **changes))
     assert [r["loss/policy"] for r in recorded] == [r["loss/policy"] for r in replayed]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
@@ -184,7 +157,7 @@ def test_replayed_rollouts_train_the_same(model_folder, prompts_file, reward_fil
 def test_lora_trains_the_adapter_alone_and_saves_a_whole_model(model_folder, prompts_file, reward_file, tmp_path):
     config = settings(model_folder, prompts_file, reward_file, tmp_path / "run", max_staleness=1, use_peft=True,
                       lora_target_modules=["q_proj", "v_proj"])  # fmt: skip
-    metrics, model = run(config)
+    metrics, model = train(config)
     assert metrics[0]["loss/policy"] == pytest.approx(np.log(2), abs=1e-4)
     assert abs(metrics[0]["objective/kl"]) < 1e-3  # the reference is the model without its adapter
     assert max(r["mismatch/logprob_abs"] for r in metrics if "mismatch/logprob_abs" in r) < 1e-4
@@ -198,7 +171,7 @@ def test_another_runs_folder_is_not_overwritten(model_folder, prompts_file, rewa
     from async_rlhf.config import UserError
 
     config = settings(model_folder, prompts_file, reward_file, tmp_path / "run")
-    run(config)
+    train(config)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     (tmp_path / "run" / "mine.jsonl").write_text("{}")
     with pytest.raises(UserError, match="holds another run"):

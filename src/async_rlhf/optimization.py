@@ -27,8 +27,10 @@ def open_accelerator(config: RLConfig) -> Accelerator:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plugin = accelerator.state.deepspeed_plugin
         require(plugin.zero_stage <= 2, f"the RL loop does not run under ZeRO-{plugin.zero_stage} yet: use ZeRO-2 or DDP")
+        size = config.per_device_train_batch_size
         plugin.deepspeed_config.update(
-            train_micro_batch_size_per_gpu=config.per_device_train_batch_size,
+            train_micro_batch_size_per_gpu=size,
+            train_batch_size=size * distributed.world_size(),  # Accelerate miscounts its processes on a CPU
             gradient_accumulation_steps=1,  # `PolicyOptimizer` says which forward is the last of a step
             gradient_clipping=config.max_grad_norm,
         )
@@ -48,6 +50,11 @@ class PolicyOptimizer:
         self.scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, total_steps)
         self.steps = 0
         self.learning_rate = config.learning_rate
+
+    @property
+    def sharding(self) -> str:
+        """How the optimizer is spread over the processes, for the run's record."""
+        return f"ZeRO-{self.policy.zero_optimization_stage()}" if self.deepspeed else "none"
 
     @property
     def model(self):

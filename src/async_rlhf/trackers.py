@@ -57,6 +57,13 @@ def log_table(accelerator: Accelerator, name: str, rows: Sequence[Mapping[str, A
             tracker.writer.add_text(name, _markdown(columns, data), step)
 
 
+def log(accelerator: Accelerator, values: Mapping[str, Any], step: int) -> None:
+    """Log at a step that is not past."""
+    for tracker in accelerator.trackers:
+        reserved = {"step"} if tracker.name == "trackio" else set()  # trackio keeps that name for itself
+        tracker.log({name: value for name, value in values.items() if name not in reserved}, step=step)
+
+
 def log_past(accelerator: Accelerator, values: Mapping[str, Any], step: int) -> None:
     """Log what belongs to an update that the run has left behind."""
     for tracker in accelerator.trackers:

@@ -39,7 +39,7 @@ from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
 from async_rlhf.rewards import load_reward, rollout_samples, score_samples
 from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, write_rollouts
 from async_rlhf.runs import claim_folder, link_output, place_run, record_run
-from async_rlhf.trackers import log_table, open_trackers
+from async_rlhf.trackers import log, log_table, open_trackers
 from async_rlhf.vllm_utils import check_engine_model, choose_device, open_generator, trainer_cores
 from async_rlhf.weights import WeightStore, whole_weights
 
@@ -71,11 +71,17 @@ class Trainer:
         self._check_model()
         if distributed.is_main():
             claim_folder(self.output, config.overwrite_output_dir)
-            settled = {"sft_model_path": self._reference_path(), "completions_per_update": self.plan.completions}
-            record_run(self.output, self.algorithm_name, asdict(config) | settled)
         open_trackers(self.accelerator, asdict(config))
         self._bind_to_cores()
         self._load_models()
+        if distributed.is_main():  # from here on the folder holds a run
+            settled = {
+                "sft_model_path": self._reference_path(),
+                "completions_per_update": self.plan.completions,
+                "processes": self.plan.processes,
+                "sharding": self.optimizer.sharding,
+            }
+            record_run(self.output, self.algorithm_name, asdict(config) | settled)
         self.metrics, self.timers = Metrics(), Timers()
         self.steps_at = {0: 0}
         self.last_record: dict[str, float] = {}
@@ -349,7 +355,7 @@ class Trainer:
                 f"KL {record['objective/kl']:.2f}, staleness {record['staleness/batches_mean']:.2f}"
             )
             self.bar.update()
-        self.accelerator.log(record, step=update + 1)
+        log(self.accelerator, record, update + 1)
 
     def _evaluate(self, batch: RolloutBatch, done: int) -> None:
         """Score held-out completions, write them to a file and log their mean. Trackers take no step twice and none that is past, so they
@@ -374,7 +380,7 @@ class Trainer:
             for line in lines:
                 append_json(folder / f"eval-{batch.version:06d}.jsonl", line)
             log_table(self.accelerator, "eval/completions", lines[:TABLE_ROWS], step=done)
-        self.accelerator.log({**values, "eval/version": batch.version}, step=done)
+        log(self.accelerator, {**values, "eval/version": batch.version}, done)
 
     def _save(self, updates: int) -> None:
         if distributed.is_main():

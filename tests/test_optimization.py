@@ -1,0 +1,117 @@
+"""Optimizer steps beyond plain float32: float16 with a gradient scaler, and DeepSpeed ZeRO-2 on two processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import ROOT
+from safetensors.torch import load_file
+from tiny_run import settings, train
+from transformers import AutoModelForCausalLM
+
+import async_rlhf.trainer
+from async_rlhf.config import UserError, parse
+from async_rlhf.optimization import open_accelerator
+from online_dpo import OnlineDPOConfig
+
+OLD_GPU = ["--fp16", "--bf16", "False", "--torch_dtype", "float16"]  # as users of GPUs without bfloat16 type it
+
+
+def emulated_float16(config) -> Accelerator:
+    """What Accelerate sets up on a GPU for fp16, with torch's float16 autocast and scaler for the CPU: it refuses to do so itself."""
+    accelerator = Accelerator(project_dir=config.output_dir)
+    accelerator.state._mixed_precision = "fp16"
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    return accelerator
+
+
+def test_fp16_trains_float32_weights_with_a_scaler_and_publishes_float16(model_folder, prompts_file, reward_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(async_rlhf.trainer, "open_accelerator", emulated_float16)
+    published, loads = set(), []
+    original, load = async_rlhf.trainer.whole_weights, async_rlhf.trainer.load_causal_lm
+    monkeypatch.setattr(async_rlhf.trainer, "load_causal_lm", lambda *args, **kwargs: loads.append(load(*args, **kwargs)) or loads[-1])
+
+    def record(model, dtype=None):
+        for name, tensor in original(model, dtype) if dtype else original(model):
+            published.add(tensor.dtype if dtype else None)
+            yield name, tensor
+
+    monkeypatch.setattr(async_rlhf.trainer, "whole_weights", record)
+    config = settings(
+        model_folder, prompts_file, reward_file, tmp_path / "run", fp16=True, torch_dtype="float16", max_staleness=1, save_steps=4
+    )
+    metrics, model = train(config)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert [loaded.dtype for loaded in loads] == [torch.float32, torch.float16]  # the policy, and the frozen reference
+    assert published == {torch.float16, None}
+    start = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True))
+    exact, _ = train(settings(model_folder, prompts_file, reward_file, tmp_path / "float32"))
+    assert metrics[0]["loss/policy"] == pytest.approx(exact[0]["loss/policy"], abs=1e-2)
+
+
+def test_an_overflowing_fp16_step_is_skipped_and_the_scale_lowered(model_folder, prompts_file, reward_file, tmp_path, monkeypatch):
+    accelerators = []
+
+    def overflowing(config):
+        accelerators.append(emulated_float16(config))
+        accelerators[0].scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+        return accelerators[0]
+
+    monkeypatch.setattr(async_rlhf.trainer, "open_accelerator", overflowing)
+    _, model = train(settings(model_folder, prompts_file, reward_file, tmp_path / "run", fp16=True))
+    assert accelerators[0].scaler.get_scale() == 2.0**116  # halved at each of the four steps
+    start = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True))
+
+
+def test_fp16_as_typed_parses_and_is_refused_on_a_cpu_before_any_model(tmp_path):
+    config = parse(OnlineDPOConfig, OLD_GPU)
+    assert (config.fp16, config.bf16, config.torch_dtype) == (True, False, "float16")
+    with pytest.raises(UserError, match="fp16 needs a GPU"):
+        open_accelerator(config)
+    with pytest.raises(UserError, match="torch_dtype float16 trains with a gradient scaler only: add fp16"):
+        parse(OnlineDPOConfig, ["--torch_dtype", "float16"])
+
+
+def test_zero2_on_two_processes_trains_like_one_process(model_folder, prompts_file, reward_file, tmp_path):
+    """Optimizer state and gradients sharded over two processes, two forwards accumulated: the losses and weights of plain AdamW."""
+    one = [sys.executable, ROOT / "online_dpo.py"]
+    two = [
+        *(Path(sys.executable).parent / "accelerate", "launch", "--config_file", ROOT / "configs" / "deepspeed_zero2.yaml"),
+        *("--mixed_precision", "no", "--num_processes", 2, "--main_process_port", free_port(), ROOT / "online_dpo.py"),
+    ]
+    records, weights = [], []
+    for processes, command in ((1, one), (2, two)):
+        output = tmp_path / str(processes)
+        fields = [
+            *(f"--dataset_name={prompts_file}", "--prompt_column=text", f"--model_name_or_path={model_folder}"),
+            *(f"--reward_model_path={reward_file}:letters", f"--output_dir={output}", "--generator=hf", "--max_staleness=1"),
+            *("--response_length=6", "--max_prompt_length=32", f"--per_device_train_batch_size={4 // processes}"),
+            *("--gradient_accumulation_steps=2", "--num_mini_batches=2", "--total_episodes=64", "--learning_rate=1e-3", "--save_steps=100"),
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(list(map(str, command + fields)), capture_output=True, text=True, timeout=300, env=env)
+        assert done.returncode == 0, done.stderr[-4000:]
+        records.append([json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()])
+        weights.append(load_file(output / "checkpoint-4" / "model.safetensors"))
+        record = json.loads((output / "run_config.json").read_text())
+        assert (record["processes"], record["sharding"]) == (processes, "none" if processes == 1 else "ZeRO-2")
+    for alone, sharded in zip(*records, strict=True):
+        for name in ("loss/policy", "objective/score", "objective/kl", "lr", "staleness/steps_mean"):
+            assert sharded[name] == pytest.approx(alone[name], abs=1e-5), name
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, atol=2e-4, rtol=0)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
