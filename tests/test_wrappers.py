@@ -120,6 +120,19 @@ def test_a_dry_run_ends_after_the_plan(folder):
     assert "24 updates" in said and "evaluating" not in said and not (folder / "output_dir").exists()
 
 
+def test_the_papers_command_for_3_and_1_gpus_prints_its_plan(folder):
+    """`accelerate launch` with ZeRO-2 and bf16, three processes; the output goes under the global parent."""
+    said = wrapper(
+        folder, "./train.sh", "accelerate", "launch", "--config_file", "configs/deepspeed_zero2.yaml", "--mixed_precision", "bf16",
+        "--num_processes", "3", "online_dpo.py", "--config", "configs/onlinedpo_pythia2.8b_tldr_vllm_bf16_4gpu.yml",
+        "--output_dir", "onlinedpo_pythia2.8b_multigpu", "--dry_run",
+    )  # fmt: skip
+    assert said.count("batch: 504 prompts × 2 = 1008 completions (12 a forward × 28 accumulated × 3 processes × 1 mini-batches)") == 1
+    assert "staleness: 1 batches (exact)" in said and "256 updates, 258048 episodes" in said
+    assert "where there are GPUs: 3 training processes on cuda:0 to cuda:2; vLLM on cuda:3" in said
+    assert "files in results/onlinedpo_pythia2.8b_multigpu: run_config.json, metrics.jsonl, checkpoint-64" in said
+
+
 def test_without_a_command_the_usage_is_shown(folder):
     assert "usage: ./train.sh COMMAND" in wrapper(folder, "./train.sh", code=2)
 

@@ -38,11 +38,23 @@ def dry_run(config: RLConfig) -> None:
 
 
 def _device_plan(config: RLConfig, processes: int) -> str:
-    training = f"{processes} training process{'es' * (processes > 1)}"
-    training += f" on cuda:0 to cuda:{processes - 1}" if torch.cuda.is_available() else " on the CPU, for want of a GPU"
+    here = f"{_training(processes, torch.cuda.is_available())}; {_generation(config, processes)}"
+    if torch.cuda.is_available() or (config.vllm_device or "").startswith("cpu"):
+        return here
+    last = config.vllm_device or f"cuda:{processes}"
+    beside = f"vLLM on {last}" if config.generator == "vllm" else _generation(config, processes)
+    return f"{here}\nwhere there are GPUs: {_training(processes, True)}; {beside}"
+
+
+def _training(processes: int, on_gpus: bool) -> str:
+    where = ("cuda:0" if processes == 1 else f"cuda:0 to cuda:{processes - 1}") if on_gpus else "the CPU"
+    return f"{processes} training process{'es' * (processes > 1)} on {where}"
+
+
+def _generation(config: RLConfig, processes: int) -> str:
     if config.generator != "vllm":
-        return f"{training}; generator {config.generator} in the training process"
+        return f"generator {config.generator} in the training process"
     try:
-        return f"{training}; vLLM on {choose_device(config.vllm_device, processes)}"
+        return f"vLLM on {choose_device(config.vllm_device, processes)}"
     except UserError as error:
-        return f"{training}; vLLM on {config.vllm_device}, which is not here ({error})"
+        return f"vLLM on {config.vllm_device}, which is not here ({error})"
