@@ -39,7 +39,7 @@ NO_EFFECT = set(
     "vllm_cpu_kvcache_gib vllm_enforce_eager eval_split eval_dataset_name max_eval_samples completion_column completion_template "
     "use_peft lora_r lora_alpha lora_dropout lora_target_modules attn_implementation".split()
 )
-SAMPLING_ONLY = {"seed", "num_generations", "missing_eos_penalty", "max_prompt_length", "overlong_prompts", "torch_dtype"}
+SAMPLING_ONLY = {"seed", "num_generations", "missing_eos_penalty", "max_prompt_length", "overlong_prompts"}
 SAMPLING_ONLY |= {field.name for field in fields(GeneratorConfig)}
 SCORES = {"score_chosen": Value("float64"), "score_rejected": Value("float64")}
 
@@ -97,7 +97,14 @@ def main() -> None:
     parts.open(config.effective() | {"number of rows": len(pairs.rows), "content of the rows": digest(pairs.rows)})
     if parts.missing(len(pairs.rows), config.chunk_size):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        reward = load_reward(config.reward_model_path, device, policy_tokenizer=tokenizer, batch_size=config.reward_batch_size)
+        reward = load_reward(
+            config.reward_model_path,
+            device,
+            policy_tokenizer=tokenizer,
+            batch_size=config.reward_batch_size,
+            dtype=getattr(torch, config.torch_dtype, torch.float32),
+            trust_remote_code=config.trust_remote_code,
+        )
         pairs.start(reward)
         with closing(pairs):
             parts.fill(len(pairs.rows), config.chunk_size, pairs.label, pairs.unit, lambda labels: {"gap": abs(score_gaps(labels)).mean()})
