@@ -34,9 +34,14 @@ def emulated_float16(config) -> Accelerator:
 
 def test_fp16_trains_float32_weights_with_a_scaler_and_publishes_float16(model_folder, prompts_file, reward_file, tmp_path, monkeypatch):
     monkeypatch.setattr(async_rlhf.trainer, "open_accelerator", emulated_float16)
-    published, loads = set(), []
+    published, loads, engines = set(), [], []
     original, load = async_rlhf.trainer.whole_weights, async_rlhf.trainer.load_causal_lm
     monkeypatch.setattr(async_rlhf.trainer, "load_causal_lm", lambda *args, **kwargs: loads.append(load(*args, **kwargs)) or loads[-1])
+
+    open_generator = async_rlhf.trainer.open_generator
+    monkeypatch.setattr(
+        async_rlhf.trainer, "open_generator", lambda *args, **kwargs: engines.append(args[3]) or open_generator(*args, **kwargs)
+    )
 
     def record(model, dtype=None):
         for name, tensor in original(model, dtype) if dtype else original(model):
@@ -50,7 +55,7 @@ def test_fp16_trains_float32_weights_with_a_scaler_and_publishes_float16(model_f
     metrics, model = train(config)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert [loaded.dtype for loaded in loads] == [torch.float32, torch.float16]  # the policy, and the frozen reference
-    assert published == {torch.float16, None}
+    assert published == {torch.float16, None} and engines == ["float16"]  # checkpoints are float32, the engine's weights float16
     start = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True))
     exact, _ = train(settings(model_folder, prompts_file, reward_file, tmp_path / "float32"))
