@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from async_rlhf.algorithm import ScoredBatch, Tensors
+from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
 from async_rlhf.config import RLConfig, require, run_script, setting
 from async_rlhf.losses import preference_loss, select_pairs, sequence_sum
 from async_rlhf.metrics import Metrics, policy_metrics
@@ -32,9 +32,12 @@ class OnlineDPOConfig(RLConfig):
         require(self.beta > 0, f"beta {self.beta}: above 0")
 
 
-class OnlineDPO:
+class OnlineDPO(Algorithm):
+    name = "dpo"
+
     def __init__(self, config: OnlineDPOConfig):
-        self.config, self.kl_coef = config, config.beta
+        super().__init__(config)
+        self.kl_coef = config.beta
 
     def make_batch(self, scored: ScoredBatch, metrics: Metrics) -> Tensors:
         """A row a prompt, the pair (chosen, rejected) in its second dimension. A tied pair weighs nothing."""

@@ -1,10 +1,13 @@
 """The contract of an algorithm: scored rollouts in, a training batch out, and a loss over its rows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
+from torch import nn
 
+from async_rlhf.config import RLConfig
 from async_rlhf.metrics import Metrics
 from async_rlhf.models import Policy
 from async_rlhf.rollout import Rollout
@@ -18,23 +21,44 @@ class ScoredBatch:
 
     `tokens` are those of `pad_tokens`; `mask [p, k, R]`; `scores [p, k]` with the missing-eos penalty applied; and
     `behaviour_logprobs`, the generator's own, and `ref_logprobs`, the reference's, `[p, k, R]`, at the sampling temperature.
+    `evaluate()` gives what the trained module says of all rows now, before the update, without gradients; every rank calls it or none.
     """
 
+    update: int
     rollouts: list[list[Rollout]]
     tokens: Tensors
     mask: torch.Tensor
     scores: torch.Tensor
     behaviour_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor
+    evaluate: Callable[[], Any]
 
 
-class Algorithm(Protocol):
-    """What differs between algorithms: how scored rollouts become a training batch, and the loss over it."""
+class Algorithm:
+    """What differs between algorithms: how scored rollouts become a training batch, and the loss over it.
 
+    `name` prefixes the algorithm's own metrics; `kl_coef` weighs the KL in `objective/rlhf_reward`.
+    """
+
+    name: str
     kl_coef: float
 
-    def make_batch(self, scored: ScoredBatch, metrics: Metrics) -> Tensors:
-        """Tensors with a row a prompt; `weight [p]` is how many units of the loss (pairs, sequences, tokens) a row holds."""
+    def __init__(self, config: RLConfig):
+        self.config = config
 
-    def loss(self, policy: Policy, rows: Tensors, metrics: Metrics) -> torch.Tensor:
+    def module(self, policy: Policy) -> nn.Module:
+        """What is trained: the policy, or a module whose `policy` it is."""
+        return policy
+
+    def make_batch(self, scored: ScoredBatch, metrics: Metrics) -> Tensors:
+        """Tensors with a row a prompt, those of `pad_tokens` among them; `weight [p]` is how many units of the loss (pairs, sequences,
+        tokens) a row holds."""
+        raise NotImplementedError
+
+    def loss(self, module: nn.Module, rows: Tensors, metrics: Metrics) -> torch.Tensor:
         """The loss summed over the rows' units, a scalar. The trainer divides by the mini-batch's units over all ranks."""
+        raise NotImplementedError
+
+    def stops(self) -> bool:
+        """Asked on every rank after each epoch: whether the update's other epochs are left out."""
+        return False

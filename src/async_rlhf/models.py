@@ -123,6 +123,11 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.share_prompts = model, share_prompts
 
+    @property
+    def policy(self) -> "Policy":
+        """The policy of a trained module, which may hold more (`Algorithm.module`)."""
+        return self
+
     def forward(
         self,
         prompt_ids: torch.Tensor,

@@ -5,12 +5,12 @@ from contextlib import nullcontext
 
 import torch
 from accelerate import Accelerator, DistributedType
+from torch import nn
 from transformers import get_scheduler
 
 from async_rlhf import distributed
 from async_rlhf.algorithm import Tensors
 from async_rlhf.config import RLConfig, require
-from async_rlhf.models import Policy
 from async_rlhf.trackers import wanted
 
 
@@ -31,22 +31,22 @@ def open_accelerator(config: RLConfig) -> Accelerator:
         plugin.deepspeed_config.update(
             train_micro_batch_size_per_gpu=size,
             train_batch_size=size * distributed.world_size(),  # Accelerate miscounts its processes on a CPU
-            gradient_accumulation_steps=1,  # `PolicyOptimizer` says which forward is the last of a step
+            gradient_accumulation_steps=1,  # `ModuleOptimizer` says which forward is the last of a step
             gradient_clipping=config.max_grad_norm,
         )
     return accelerator
 
 
-class PolicyOptimizer:
-    """The policy with AdamW and its schedule. `policy` is what losses call; `steps` counts the optimizer steps taken."""
+class ModuleOptimizer:
+    """The trained module with AdamW and its schedule. `module` is what losses call; `steps` counts the optimizer steps taken."""
 
-    def __init__(self, accelerator: Accelerator, config: RLConfig, policy: Policy, total_steps: int):
+    def __init__(self, accelerator: Accelerator, config: RLConfig, module: nn.Module, total_steps: int):
         self.accelerator, self.max_grad_norm = accelerator, config.max_grad_norm
         self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         betas = (config.adam_beta1, config.adam_beta2)
-        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, config.learning_rate, betas, config.adam_epsilon, config.weight_decay)
-        self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
+        self.module, self.optimizer = accelerator.prepare(module, optimizer)
         self.scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, total_steps)
         self.steps = 0
         self.learning_rate = config.learning_rate
@@ -54,12 +54,17 @@ class PolicyOptimizer:
     @property
     def sharding(self) -> str:
         """How the optimizer is spread over the processes, for the run's record."""
-        return f"ZeRO-{self.policy.zero_optimization_stage()}" if self.deepspeed else "none"
+        return f"ZeRO-{self.module.zero_optimization_stage()}" if self.deepspeed else "none"
+
+    @property
+    def unwrapped(self) -> nn.Module:
+        """The module as the algorithm made it."""
+        return self.accelerator.unwrap_model(self.module)
 
     @property
     def model(self):
         """The policy's own `transformers` (or `peft`) model."""
-        return self.accelerator.unwrap_model(self.policy).model
+        return self.unwrapped.policy.model
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,9 +72,9 @@ class PolicyOptimizer:
         names = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return names.get(self.accelerator.mixed_precision, next(self.model.parameters()).dtype)
 
-    def step(self, forwards: Sequence[Tensors], units: float, loss: Callable[[Policy, Tensors], torch.Tensor]) -> None:
+    def step(self, forwards: Sequence[Tensors], units: float, loss: Callable[[nn.Module, Tensors], torch.Tensor]) -> None:
         """One step along the gradient of the mean over `units`, the number of things to learn from in the forwards of all ranks;
-        `loss(policy, rows)` is summed over its rows. Without a unit only the schedule moves on.
+        `loss(module, rows)` is summed over its rows. Without a unit only the schedule moves on.
 
         Raises:
             FloatingPointError: a gradient that is not finite.
@@ -79,13 +84,17 @@ class PolicyOptimizer:
                 last = i == len(forwards) - 1
                 # DDP and DeepSpeed average over ranks, so the sum is taken times their number
                 if self.deepspeed:
-                    self.policy.set_gradient_accumulation_boundary(last)
-                    self.policy.backward(loss(self.policy, rows) * distributed.world_size() / units)
-                    self.policy.step()
+                    self.module.set_gradient_accumulation_boundary(last)
+                    self.module.backward(loss(self.module, rows) * distributed.world_size() / units)
+                    self.module.step()
                 else:
-                    with nullcontext() if last else self.accelerator.no_sync(self.policy):
-                        self.accelerator.backward(loss(self.policy, rows) * distributed.world_size() / units)
+                    with nullcontext() if last else self.accelerator.no_sync(self.module):
+                        self.accelerator.backward(loss(self.module, rows) * distributed.world_size() / units)
             self._check_and_step()
+        self.pass_step()
+
+    def pass_step(self) -> None:
+        """Count a step, and move the schedule on."""
         self.steps += 1
         self.learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step()
@@ -93,9 +102,9 @@ class PolicyOptimizer:
     def _check_and_step(self) -> None:
         scaled = self.accelerator.mixed_precision == "fp16"  # a scaler skips the steps whose gradient overflows
         if self.deepspeed:  # which has clipped and stepped; a NaN then reaches neither a snapshot nor a checkpoint
-            norm = None if scaled else self.policy.get_global_grad_norm()
+            norm = None if scaled else self.module.get_global_grad_norm()
         else:
-            norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+            norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
         if not scaled:
             require_finite(norm, self.steps)
         if not self.deepspeed:

@@ -2,18 +2,21 @@
 
 import os
 import traceback
-from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import set_seed
+from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig
 
 from async_rlhf import distributed
 from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
+from async_rlhf.batching import micro_batches, select
 from async_rlhf.config import BatchPlan, RLConfig, parse, require
 from async_rlhf.data import Encoder, PromptStream, load_prompts, quiet_libraries
 from async_rlhf.dry_run import check_paths, dry_run
@@ -34,7 +37,7 @@ from async_rlhf.models import (
     token_logprobs,
     trained_dtype,
 )
-from async_rlhf.optimization import PolicyOptimizer, open_accelerator
+from async_rlhf.optimization import ModuleOptimizer, open_accelerator
 from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
 from async_rlhf.rewards import load_reward, rollout_samples, score_samples
 from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, write_rollouts
@@ -125,8 +128,8 @@ class Trainer:
             disable_dropout(model)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        policy = Policy(model, config.share_prompts).train()
-        self.optimizer = PolicyOptimizer(self.accelerator, config, policy, self.plan.optimizer_steps)
+        module = self.algorithm.module(Policy(model, config.share_prompts)).train()
+        self.optimizer = ModuleOptimizer(self.accelerator, config, module, self.plan.optimizer_steps)
         self.reference = None
         if not self.peft:
             reference = load_causal_lm(config, self._reference_path())
@@ -155,7 +158,7 @@ class Trainer:
             for update in range(self.plan.updates):
                 with self.timers.time("update"):
                     batch = self._next_batch(update)
-                    scored = self._score(self._deal(batch, update))
+                    scored = self._score(self._deal(batch, update), update)
                     self._train(self.algorithm.make_batch(scored, self.metrics), scored, update)
                     self._publish(update + 1)
                 self._log(update, batch)
@@ -244,7 +247,7 @@ class Trainer:
             write_rollouts(self.output / "rollouts.jsonl", batch.rollouts, update=update)
         return [groups[i] for i in mine]
 
-    def _score(self, groups: list[list[Rollout]]) -> ScoredBatch:
+    def _score(self, groups: list[list[Rollout]], update: int) -> ScoredBatch:
         device, config = self.accelerator.device, self.config
         responses = [[rollout.response_ids for rollout in group] for group in groups]
         tokens = pad_tokens([group[0].prompt_ids for group in groups], responses, self.tokenizer.pad_token_id)
@@ -264,7 +267,8 @@ class Trainer:
         self.metrics.observe("objective/kl", kl.flatten().cpu())
         self.metrics.observe("objective/entropy", sequence_sum(-behaviour, mask).flatten().cpu())
         self.metrics.observe("objective/rlhf_reward", (scores.to(device) - self.algorithm.kl_coef * kl.flatten()).cpu())
-        return ScoredBatch(groups, tokens, mask, scores.view(shape[:2]).to(device), behaviour, ref_logprobs)
+        scores = scores.view(shape[:2]).to(device)
+        return ScoredBatch(update, groups, tokens, mask, scores, behaviour, ref_logprobs, lambda: self._evaluate_module(tokens))
 
     def _observe(self, rollouts: list[Rollout], scores: torch.Tensor, finished: torch.Tensor) -> None:
         self.metrics.observe("objective/score", scores, std_name="objective/score_std")
@@ -273,15 +277,23 @@ class Trainer:
 
     @torch.no_grad()
     def _ref_logprobs(self, tokens: Tensors) -> torch.Tensor:
-        policy = self.reference or self.accelerator.unwrap_model(self.optimizer.policy)
-        if self.peft:
-            with policy.model.disable_adapter():
-                return self._forward(policy, tokens)
-        return self._forward(policy, tokens)
+        policy = self.reference or self.optimizer.unwrapped.policy
+        with policy.model.disable_adapter() if self.peft else nullcontext():
+            return self._forward(policy, tokens)
 
-    def _forward(self, policy: Policy, tokens: Tensors) -> torch.Tensor:
-        size = self.plan.prompts_per_forward
-        return torch.cat([policy(**rows, temperature=self.config.temperature) for rows in _rows_in_chunks(tokens, size)])
+    @torch.no_grad()
+    def _evaluate_module(self, tokens: Tensors) -> Any:
+        with self.timers.time("score"), self.accelerator.autocast():
+            return self._forward(self.optimizer.unwrapped, tokens)
+
+    def _forward(self, module: nn.Module, tokens: Tensors) -> Any:
+        """What the module gives for every row, one tensor or several, in the rows' order."""
+        chunks = micro_batches(tokens, self.plan.prompts_per_forward)
+        outputs = [module(**select(tokens, chunk), temperature=self.config.temperature) for chunk in chunks]
+        order = torch.argsort(torch.cat(chunks)).to(self.accelerator.device)
+        if isinstance(outputs[0], torch.Tensor):
+            return torch.cat(outputs)[order]
+        return tuple(torch.cat(parts)[order] for parts in zip(*outputs, strict=True))
 
     def _train(self, batch: Tensors, scored: ScoredBatch, update: int) -> None:
         per_step = len(batch["weight"]) // self.config.num_mini_batches
@@ -290,9 +302,16 @@ class Trainer:
         self.metrics.maximum("staleness/batches_max", update - min(versions))
         sampled_at = torch.tensor([self.steps_at[version] for version in versions], dtype=torch.float64)
         with self.timers.time("train"):
+            stopped = False
             for epoch in range(self.config.num_ppo_epochs):
                 order = np.random.default_rng([self.config.seed, update, 2, epoch]).permutation(self.config.num_mini_batches)
+                stopped = epoch > 0 and (stopped or self.algorithm.stops())
+                if epoch:
+                    self.metrics.mean("policy/stopped_epochs", float(stopped), 1)
                 for index in order if epoch else range(self.config.num_mini_batches):
+                    if stopped:  # the schedule and the count of steps go on as planned
+                        self.optimizer.pass_step()
+                        continue
                     self.metrics.observe("staleness/steps_mean", self.optimizer.steps - sampled_at)
                     self.metrics.maximum("staleness/steps_max", self.optimizer.steps - sampled_at.min())
                     rows = slice(index * per_step, (index + 1) * per_step)
@@ -301,9 +320,9 @@ class Trainer:
     def _step(self, mini_batch: Tensors) -> None:
         """One optimizer step on the mini-batch; skipped, and counted, where no rank has anything to learn from."""
         units = distributed.all_sum(mini_batch["weight"].sum())
-        self.metrics.mean("dpo/skipped_steps", float(units == 0), 1)
-        forwards = list(_rows_in_chunks(mini_batch, self.plan.prompts_per_forward))
-        self.optimizer.step(forwards, units, lambda policy, rows: self.algorithm.loss(policy, rows, self.metrics))
+        self.metrics.mean(f"{self.algorithm.name}/skipped_steps", float(units == 0), 1)
+        forwards = [select(mini_batch, chunk) for chunk in micro_batches(mini_batch, self.plan.prompts_per_forward)]
+        self.optimizer.step(forwards, units, lambda module, rows: self.algorithm.loss(module, rows, self.metrics))
 
     # -- after an update ----------------------------------------------------------------------------------------------------
 
@@ -388,11 +407,6 @@ class Trainer:
             state = {name: tensor.cpu() for name, tensor in whole_weights(self.optimizer.model)}
             card = model_card(self.config, self.algorithm_name, self.last_record, self.last_evaluation)
             save_model(model, self.tokenizer, self.output / f"checkpoint-{updates}", state, card=str(card))
-
-
-def _rows_in_chunks(tensors: Tensors, size: int) -> Iterator[Tensors]:
-    for start in range(0, len(next(iter(tensors.values()))), size):
-        yield {name: tensor[start : start + size] for name, tensor in tensors.items()}
 
 
 def run_algorithm(config_class: type[RLConfig], algorithm_class: type[Algorithm]) -> None:
