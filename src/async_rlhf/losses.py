@@ -5,8 +5,12 @@ and is True at response tokens (the first end-of-sequence token included). Losse
 token), unreduced: the trainer divides by the number of units that a mini-batch holds over all ranks and accumulation steps.
 """
 
+from typing import Literal, NamedTuple
+
 import torch
 import torch.nn.functional as F
+
+from async_rlhf.advantages import leave_one_out
 
 MAX_LOG_RATIO = 20.0
 
@@ -72,3 +76,162 @@ def effective_sample_share(log_weights: torch.Tensor) -> torch.Tensor:
     """(Σw)² / (n·Σw²) in (0, 1], for importance weights w = exp(log_weights), `[n]` (Kish 1965). 1 means on-policy."""
     weights = (log_weights - log_weights.max()).exp()
     return weights.sum().square() / (len(weights) * weights.square().sum())
+
+
+# -- policy gradient ----------------------------------------------------------------------------------------------------------
+
+
+def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor, kind: str = "k1") -> torch.Tensor:
+    """Estimate a token of KL(π‖π_ref), `[..., R]`, 0 outside the mask, from tokens sampled by π; ℓ = log π − log π_ref (Schulman 2020).
+
+    | kind | value | mean value over π | mean gradient as a loss term, over π |
+    |---|---|---|---|
+    | k1 | ℓ | KL(π‖π_ref) | 0: a loss of it teaches nothing. In the reward it is the right one |
+    | k2 | ℓ²/2 | biased, by third order in ℓ | that of KL(π‖π_ref): the right one for a loss term |
+    | k3 | e^−ℓ − 1 + ℓ | KL(π‖π_ref), never negative | that of KL(π_ref‖π): equal to first order in ℓ (GRPO's) |
+
+    (Tang & Munos 2025 on the gradients.) The gradient is that of each token's divergence given its prefix: as a loss term none of them
+    credits a token with the divergence of later ones, as k1 in the reward does. Samples of another policy than π need a ratio too.
+    """
+    log_ratio = torch.where(mask, logprobs - ref_logprobs, 0.0)
+    if kind == "k1":
+        return log_ratio
+    if kind == "k2":
+        return log_ratio.square() / 2
+    if kind == "k3":
+        log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ValueError(f"KL estimator {kind!r}: choose 'k1', 'k2' or 'k3'")
+
+
+class PolicyLoss(NamedTuple):
+    """`loss` a unit; `clipped`: its gradient was cut by `clip_range`; `corrected`: its weight was truncated, or it was dropped."""
+
+    loss: torch.Tensor
+    clipped: torch.Tensor
+    corrected: torch.Tensor
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    behaviour: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    proximal: torch.Tensor | None = None,
+    surrogate: Literal["reinforce", "clip", "cispo"] = "clip",
+    ratio_level: Literal["token", "sequence"] = "token",
+    clip_range: tuple[float, float] = (0.2, 0.2),
+    correction: Literal["none", "truncate_token", "truncate_sequence", "mask_token", "mask_sequence"] = "none",
+    correction_range: tuple[float, float] = (0.0, 2.0),
+) -> PolicyLoss:
+    """The policy-gradient loss −w·f(r, A), from the log-probabilities of π (`logprobs`, the only one with a gradient), of μ that
+    sampled (`behaviour`), and of a policy between them (`proximal`), all `[..., R]`. `advantages` are a token, `[..., R]`, or a
+    sequence, `[...]`, and then every token's. A unit is a token, `[..., R]`, or, with `ratio_level` "sequence", a sequence, `[...]`.
+
+    r is the ratio that carries the gradient, π/proximal, or π/μ without a proximal policy; of a sequence it is the product over its
+    tokens. `surrogate` f:
+      reinforce  A·log π: no ratio (Williams 1992)
+      clip       min(r·A, clip(r, 1 − low, 1 + high)·A) (PPO, Schulman et al. 2017, eq. 7; of sequences: the Proximal RLOO of
+                 Noukhovitch et al. 2024). An infinite range is plain importance sampling
+      cispo      sg[clip(r, 1 − low, 1 + high)]·A·log π: no unit loses its gradient (MiniMax-M1 2025, section 3.1)
+
+    w is a weight without gradient for what r leaves uncorrected: proximal/μ, and for `reinforce` without a proximal policy π/μ. Of a
+    token, or of the whole sequence (then every token's). `correction` says what becomes of it, with `correction_range` (low, high):
+      none       w = 1
+      truncate   w clamped into the range (Ionides 2008; IMPALA's, Espeholt et al. 2018; TIS, Yao et al. 2025); with high = inf the
+                 weight is exact, and with `clip` and a proximal policy it is decoupled PPO (Hilton et al. 2021)
+      mask       w inside the range, 0 outside (IcePop, MIS). Without a proximal policy r already is the whole ratio under `clip`
+                 and `cispo`: there w is 1 inside. What is dropped still counts as a unit: its part of the sum is 0
+
+    Log-ratios are clamped to ±20 before exp. Raises ValueError for a combination that has no meaning.
+    """
+    low, high = clip_range
+    by_sequence = ratio_level == "sequence"
+    if by_sequence and correction.endswith("_token"):
+        raise ValueError(f"correction {correction!r} weighs tokens, but ratio_level 'sequence' has one loss a sequence")
+    if by_sequence and advantages.dim() != mask.dim() - 1:
+        raise ValueError("ratio_level 'sequence' needs one advantage a sequence, not one a token")
+    if advantages.dim() == mask.dim() - 1 and not by_sequence:
+        advantages = advantages[..., None]
+
+    def units(values: torch.Tensor) -> torch.Tensor:
+        return sequence_sum(values, mask) if by_sequence else torch.where(mask, values, 0.0)
+
+    advantages = advantages if by_sequence else torch.where(mask, advantages, 0.0)
+    ratio = units(logprobs - (behaviour if proximal is None else proximal)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    within = ratio.clamp(1 - low, 1 + high)
+    if surrogate == "reinforce":
+        gain, clipped = advantages * units(logprobs), torch.zeros_like(ratio, dtype=torch.bool)
+    elif surrogate == "clip":
+        gain, clipped = torch.minimum(ratio * advantages, within * advantages), within * advantages < ratio * advantages
+    elif surrogate == "cispo":
+        gain, clipped = within.detach() * advantages * units(logprobs), within != ratio
+    else:
+        raise ValueError(f"surrogate {surrogate!r}: choose 'reinforce', 'clip' or 'cispo'")
+
+    if correction == "none":
+        return PolicyLoss(-gain, clipped, torch.zeros_like(clipped))
+    target = logprobs.detach() if proximal is None else proximal
+    weight, outside = _correction_weight(target, behaviour, mask, correction, correction_range)
+    if surrogate != "reinforce" and proximal is None:
+        if correction.startswith("truncate"):
+            raise ValueError(f"correction {correction!r} with surrogate {surrogate!r} needs a proximal policy: without, the weight is 1")
+        weight = (~outside).to(gain.dtype)
+    if correction.endswith("_sequence") and not by_sequence:
+        weight, outside = weight[..., None], outside[..., None] & mask
+    return PolicyLoss(-weight * gain, clipped, outside)
+
+
+def _correction_weight(
+    target: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, correction: str, limits: tuple[float, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights target/behaviour after the correction and which of them it changed: `[..., R]` a token, `[...]` a sequence."""
+    kind, _, level = correction.partition("_")
+    if kind not in ("truncate", "mask") or level not in ("token", "sequence"):
+        raise ValueError(f"correction {correction!r}: 'none', or 'truncate' or 'mask' with '_token' or '_sequence'")
+    log_weight = torch.where(mask, target - behaviour, 0.0)
+    if level == "sequence":
+        log_weight = log_weight.sum(-1)
+    weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    outside = (weight < limits[0]) | (weight > limits[1])
+    return weight.clamp(*limits) if kind == "truncate" else torch.where(outside, 0.0, weight), outside
+
+
+def interpolate_proximal(logprobs: torch.Tensor, behaviour: torch.Tensor, share: torch.Tensor | float) -> torch.Tensor:
+    """A proximal policy without a forward of its own: log μ + share · (log π − log μ), `[..., R]`, no gradient (A-3PO, Li et al. 2025).
+
+    `share` in [0, 1], a number or broadcastable: optimizer steps from the sampling snapshot to the proximal policy (the start of the
+    update), over those to π. With `policy_loss`'s clip, r = (π/μ)^(1 − share) and w = (π/μ)^share: exact where nothing is clipped,
+    and a trust region around μ that widens with the batch's age.
+    """
+    return (behaviour + share * (logprobs - behaviour)).detach()
+
+
+def copg_loss(scores: torch.Tensor, log_ratio: torch.Tensor, beta: float) -> torch.Tensor:
+    """Contrastive policy gradient (Flet-Berliac et al. 2024) of k samples a prompt: `[..., k]`, a loss a sequence.
+
+    `log_ratio [..., k]` = Σ log π − log π_ref over the response, with gradient. Of the pair (i, j) the paper maximises
+    (R_i − R_j − β/2·(ρ_i − ρ_j))·(ρ_i − ρ_j), ρ the log-ratio: −1/(2β) times the square of R_i − R_j − β·(ρ_i − ρ_j), up to a
+    constant. Summed over pairs, divided by k − 1, it is Σ_i ρ_i·(LOO(R)_i − β/2·LOO(ρ)_i). On-policy its mean gradient is RLOO's with
+    the KL in the reward; whoever sampled, as long as every response can come up, its one optimum is the KL-regularised one.
+    """
+    return -log_ratio * (leave_one_out(scores) - beta / 2 * leave_one_out(log_ratio))
+
+
+def supervised_loss(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """−Σ log π over the response, `[..., R] -> [...]`: of the best of n samples (`select_pairs` finds it), best-of-n's loss."""
+    return -sequence_sum(logprobs, mask)
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float | None = 0.2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """½·max((V − G)², (V_clip − G)²) a step and whether the clip decided it, `[..., T]` each; V_clip stays within `clip` of the
+    value at sampling time (PPO2; Huang et al. 2022, detail 9). `mask` is that of `step_mask`; `clip=None` is the plain square."""
+    values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
+    squares = (values - returns).square()
+    if clip is None:
+        return squares / 2, torch.zeros_like(mask)
+    limited = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return torch.maximum(squares, limited) / 2, limited > squares
