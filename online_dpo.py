@@ -23,6 +23,8 @@ from async_rlhf.trainer import run_algorithm
 
 @dataclass
 class OnlineDPOConfig(RLConfig):
+    """The loop's settings, and the preference loss."""
+
     beta: float = setting(0.1, "Strength of the pull to the reference policy.")
     loss_type: Literal["sigmoid", "ipo"] = setting("sigmoid", "sigmoid: DPO's logistic loss; ipo: IPO's squared one.")
 

@@ -46,6 +46,8 @@ SCORES = {"score_chosen": Value("float64"), "score_rejected": Value("float64")}
 
 @dataclass
 class RelabelConfig(DataConfig, ModelConfig, GeneratorConfig):
+    """Which pairs, or how they are made, and the gold reward."""
+
     reward_model_path: str | None = setting(None, "The gold reward: a model folder or hub name, or a Python function `file.py:name`.")
     reward_batch_size: int = setting(64, "Samples that a reward model scores at a time.")
     missing_eos_penalty: float | None = setting(None, "Made pairs: subtracted from the score of a completion that did not end by itself.")

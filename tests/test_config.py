@@ -38,6 +38,22 @@ def test_bad_input_is_one_line_that_names_the_field(arguments, message):
     assert "\n" not in str(caught.value)
 
 
+def test_null_and_an_empty_list_in_a_file(tmp_path):
+    file = tmp_path / "c.yml"
+    file.write_text("stop_token_ids: []\nmissing_eos_penalty: null\n")
+    config = parse(OnlineDPOConfig, ["--config", str(file)])
+    assert config.stop_token_ids == [] and config.missing_eos_penalty is None
+    file.write_text("temperature: null\n")
+    with pytest.raises(UserError, match="temperature: null is no value of it"):
+        parse(OnlineDPOConfig, ["--config", str(file)])
+
+
+def test_an_adapters_reference_is_its_base():
+    parse(OnlineDPOConfig, ["--use_peft", "--model_name_or_path", "a", "--sft_model_path", "a"])
+    with pytest.raises(UserError, match="sft_model_path 'b': with use_peft the reference is model_name_or_path"):
+        parse(OnlineDPOConfig, ["--use_peft", "--model_name_or_path", "a", "--sft_model_path", "b"])
+
+
 def test_unknown_key_in_a_file_names_the_file(tmp_path):
     file = tmp_path / "c.yml"
     file.write_text("max_stalenes: 1\n")

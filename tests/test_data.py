@@ -113,6 +113,9 @@ def test_null_prompts_are_named(tmp_path, tokenizer):
     config = DataConfig(dataset_name=str(tmp_path / "rows.jsonl"))
     with pytest.raises(UserError, match="column 'prompt': a row is null"):
         load_prompts(config, Encoder(config, tokenizer), "train")
+    config.prompt_template = "Say: {prompt}"
+    with pytest.raises(UserError, match="template 'Say: {prompt}': column prompt of a row is null"):
+        load_prompts(config, Encoder(config, tokenizer), "train")
 
 
 def test_docstrings_have_the_recorded_fingerprint():

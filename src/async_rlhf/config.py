@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -53,7 +53,7 @@ class DataConfig:
     rejected_column: str = setting("rejected", "Column of the other completion.")
     prompt_template: str | None = setting(
         None,
-        "Builds the prompt from columns, e.g. 'SUBREDDIT: r/{subreddit}\\n\\nPOST: {post}\\n\\nTL;DR:'. Replaces `prompt_column`.",
+        'Builds the prompt from columns, e.g. "SUBREDDIT: r/{subreddit}\\n\\nPOST: {post}\\n\\nTL;DR:". Replaces `prompt_column`.',
     )
     completion_template: str | None = setting(None, "Builds the reference completion from columns, e.g. ' {summary}'.")
     system_prompt: str | None = setting(None, "System turn put before conversational prompts.")
@@ -78,7 +78,7 @@ class ModelConfig:
     )
     attn_implementation: str | None = setting(None, "Attention kernel of `transformers`: eager, sdpa, flash_attention_2.")
     trust_remote_code: bool = setting(False, "Run code that comes with a hub model.")
-    use_peft: bool = setting(False, "Train a LoRA adapter; the reference is then the model without it.")
+    use_peft: bool = setting(False, "Train a LoRA adapter. In RL the reference is then the model without it.")
     lora_r: int = setting(16, "Rank of the adapter.")
     lora_alpha: int = setting(32, "Scale of the adapter.")
     lora_dropout: float = setting(0.0, "Dropout of the adapter.")
@@ -138,8 +138,8 @@ class RunConfig:
     report_to: list[str] = setting(["none"], "Trackers: wandb, tensorboard, trackio, or none.")
     wandb_run_id: str | None = setting(
         None,
-        "Id of the run in wandb. Default: a new one. slurm: `<parent>_<job id>_<output_dir>`, and the output goes to "
-        "`<parent>/<job id>/<output_dir>`; the parent is `output_global_parent_dir`, else the folder that holds `output_dir`.",
+        "Id of the run in wandb, and its name in Trackio. Default: a new one. slurm: `<parent>_<job id>_<output_dir>`, and the output "
+        "goes to `<parent>/<job id>/<output_dir>`; the parent is `output_global_parent_dir`, else the folder that holds `output_dir`.",
     )
     push_to_hub: bool = setting(False, "Push the final model with its model card to the hub, as `hub_model_id`.")
     hub_model_id: str | None = setting(None, "Hub name of the pushed model. Default: the folder's name, under the token's user.")
@@ -221,6 +221,8 @@ class RLConfig(RunConfig, DataConfig, ModelConfig, GeneratorConfig):
         unscaled = self.torch_dtype == "float16" and not self.fp16
         require(not unscaled, "torch_dtype float16 trains with a gradient scaler only: add fp16, or use bfloat16 or float32")
         require(self.save_steps > 0, f"save_steps {self.save_steps}: above 0")
+        other = self.use_peft and self.sft_model_path not in (None, self.model_name_or_path)
+        require(not other, f"sft_model_path {self.sft_model_path!r}: with use_peft the reference is model_name_or_path without the adapter")
         eos = self.missing_eos_penalty, self.missing_eos_score
         require(None in eos, "missing_eos_penalty and missing_eos_score exclude each other")
 
@@ -309,8 +311,13 @@ def parse(config_class: type[Config], argv: Sequence[str] | None = None, beneath
         for key, value in _read_yaml(path).items():
             require(key in names, f"{path}: {_unknown(key, names)}")
             values[key] = value
-    parser.set_defaults(**{key: None for key, value in values.items() if value is None})
-    from_file = [word for key, value in values.items() if value is not None for word in _as_arguments(key, value)]
+    hints = get_type_hints(config_class)
+    for key, value in values.items():  # what no argument can say
+        if value is None or value == []:
+            optional = value is not None or type(None) in get_args(hints.get(key))
+            require(optional, f"{key}: null is no value of it; leave it out for the default")
+            parser.set_defaults(**{key: value})
+    from_file = [word for key, value in values.items() if value is not None and value != [] for word in _as_arguments(key, value)]
     config, *_, rest = _build(parser, [*from_file, *argv])
     for word in rest:
         name = word.split("=")[0].removeprefix("--")

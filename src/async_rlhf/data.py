@@ -142,6 +142,8 @@ class Encoder:
 
     def _field(self, row: dict, template: str | None, column: str) -> Any:
         if template is not None:
+            null = sorted(name for name in _template_columns(template) if row[name] is None)
+            require(not null, f"template {template!r}: column {', '.join(null)} of a row is null; its columns: {str(row)[:200]}")
             return template.format_map(row)
         value = row[column]
         require(value is not None, f"column {column!r}: a row is null; its other columns: {str(row)[:200]}")

@@ -16,7 +16,7 @@ from async_rlhf.trackers import export_identity
 
 @dataclass
 class SupervisedConfig(RunConfig, DataConfig, ModelConfig):
-    """The left base of a class over one of TRL's configs."""
+    """What both scripts over TRL's trainers set for themselves."""
 
     bf16: bool = setting(False, "Mixed precision with bfloat16.")
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass.")

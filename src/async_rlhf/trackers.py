@@ -33,7 +33,7 @@ def open_trackers(accelerator: Accelerator, settings: Mapping[str, Any], resume:
     }
     try:
         accelerator.init_trackers(settings["project"], None if resume else plain, kwargs)
-    except Exception as error:  # each tracker has its own kinds: no key, no server, a run of that name
+    except Exception as error:  # each tracker has its own kinds: no key, no server
         message = " ".join(str(error).split())
         raise UserError(f"report_to {', '.join(accelerator.log_with)}: {message} (WANDB_MODE=offline logs without a server)") from error
     for tracker in accelerator.trackers:
