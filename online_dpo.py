@@ -17,7 +17,7 @@ from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
 from async_rlhf.config import RLConfig, require, run_script, setting
 from async_rlhf.losses import preference_loss, select_pairs, sequence_sum
 from async_rlhf.metrics import Metrics, policy_metrics
-from async_rlhf.models import Policy, length_mask
+from async_rlhf.models import TOKEN_FIELDS, Policy, length_mask
 from async_rlhf.trainer import run_algorithm
 
 
@@ -58,8 +58,7 @@ class OnlineDPO(Algorithm):
         }
 
     def loss(self, policy: Policy, rows: Tensors, metrics: Metrics) -> torch.Tensor:
-        tokens = {name: rows[name] for name in ("prompt_ids", "prompt_length", "response_ids", "response_length")}
-        logprobs = policy(**tokens, temperature=self.config.temperature)
+        logprobs = policy(**{name: rows[name] for name in TOKEN_FIELDS}, temperature=self.config.temperature)
         mask = length_mask(rows["response_length"], logprobs.shape[-1])
         logratio = sequence_sum(logprobs - rows["ref_logprobs"], mask)
         losses = preference_loss(logratio[:, 0], logratio[:, 1], self.config.beta, self.config.loss_type)

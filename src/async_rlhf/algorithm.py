@@ -10,6 +10,7 @@ from torch import nn
 from async_rlhf.config import RLConfig
 from async_rlhf.metrics import Metrics
 from async_rlhf.models import Policy
+from async_rlhf.rewards import Reward
 from async_rlhf.rollout import Rollout
 
 Tensors = dict[str, torch.Tensor]
@@ -21,6 +22,7 @@ class ScoredBatch:
 
     `tokens` are those of `pad_tokens`; `mask [p, k, R]`; `scores [p, k]` with the missing-eos penalty applied; and
     `behaviour_logprobs`, the generator's own, and `ref_logprobs`, the reference's, `[p, k, R]`, at the sampling temperature.
+    `steps_behind [p]` counts the optimizer steps that the sampling snapshot lacks before the update.
     `evaluate()` gives what the trained module says of all rows now, before the update, without gradients; every rank calls it or none.
     """
 
@@ -31,7 +33,8 @@ class ScoredBatch:
     scores: torch.Tensor
     behaviour_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor
-    evaluate: Callable[[], Any]
+    steps_behind: torch.Tensor
+    evaluate: Callable[..., Any]
 
 
 class Algorithm:
@@ -46,7 +49,7 @@ class Algorithm:
     def __init__(self, config: RLConfig):
         self.config = config
 
-    def module(self, policy: Policy) -> nn.Module:
+    def module(self, policy: Policy, reward: Reward) -> nn.Module:
         """What is trained: the policy, or a module whose `policy` it is."""
         return policy
 
@@ -56,8 +59,13 @@ class Algorithm:
         raise NotImplementedError
 
     def loss(self, module: nn.Module, rows: Tensors, metrics: Metrics) -> torch.Tensor:
-        """The loss summed over the rows' units, a scalar. The trainer divides by the mini-batch's units over all ranks."""
+        """The loss summed over the rows' units, a scalar. The trainer divides by the mini-batch's units over all ranks. `rows` also
+        holds `steps_in_update [p]`, the optimizer steps taken in this update."""
         raise NotImplementedError
+
+    def models(self, module: nn.Module) -> dict[str, nn.Module]:
+        """Models that a checkpoint keeps beside the policy, by the name of their folder in it."""
+        return {}
 
     def stops(self) -> bool:
         """Asked on every rank after each epoch: whether the update's other epochs are left out."""

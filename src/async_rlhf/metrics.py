@@ -59,8 +59,8 @@ class Metrics:
         return values
 
 
-def policy_metrics(metrics: Metrics, logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> None:
-    """`policy/*`: the policy that trains against the one that sampled, `[…, R]` each."""
+def policy_metrics(metrics: Metrics, logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`policy/*`: the policy that trains against the one that sampled, `[…, R]` each. Gives the sum of `policy/approx_kl`."""
     logprobs = logprobs.detach()
     stats = importance_stats(logprobs, behaviour, mask)
     tokens = mask.sum()
@@ -69,6 +69,7 @@ def policy_metrics(metrics: Metrics, logprobs: torch.Tensor, behaviour: torch.Te
     if tokens:
         metrics.maximum("policy/ratio_max", stats["ratio"][mask].max())
     metrics.effective_samples("policy/ess", stats["sequence_log_ratio"])
+    return stats["approx_kl"][mask].sum()
 
 
 class Timers:

@@ -1,6 +1,7 @@
 """Load policy, tokenizer and scratch models; response log-probabilities."""
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Cache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -20,6 +22,7 @@ from transformers import (
 from async_rlhf.config import ModelConfig, UserError, require
 
 PAD, EOS = "<pad>", "<eos>"
+TOKEN_FIELDS = ("prompt_ids", "prompt_length", "response_ids", "response_length")  # of `pad_tokens`: what a forward takes
 
 
 def check_model_path(path: str | None, field: str) -> None:
@@ -124,6 +127,10 @@ class Policy(nn.Module):
         self.model, self.share_prompts = model, share_prompts
 
     @property
+    def vocabulary(self) -> int:
+        return self.model.get_input_embeddings().num_embeddings
+
+    @property
     def policy(self) -> "Policy":
         """The policy of a trained module, which may hold more (`Algorithm.module`)."""
         return self
@@ -138,39 +145,57 @@ class Policy(nn.Module):
     ) -> torch.Tensor:
         """Log-probability of each response token at `temperature` (0 counts as 1): `[p, k, R]`, as wide as `response_ids`; what
         stands after a response's end is meaningless. Columns that only pad are not computed. Shapes as in `pad_tokens`."""
-        width = response_ids.shape[-1]
-        prompts = prompt_ids[:, prompt_ids.shape[1] - int(prompt_length.max()) :]
-        responses = response_ids[:, :, : max(1, int(response_length.max()))]
-        shares = self.share_prompts and responses.shape[1] > 1 and not getattr(self.model, "is_gradient_checkpointing", False)
-        logits = (self._shared if shares else self._plain)(prompts, prompt_length, responses)
-        logprobs = token_logprobs(logits, responses.flatten(0, 1), temperature).view(responses.shape)
-        return F.pad(logprobs, (0, width - logprobs.shape[-1]))
+        logits = run_responses(self._run, self.model, self.share_prompts, prompt_ids, prompt_length, response_ids, response_length)
+        ids = response_ids[..., : logits.shape[1]]
+        logprobs = token_logprobs(logits, ids.flatten(0, 1), temperature).view(ids.shape)
+        return F.pad(logprobs, (0, response_ids.shape[-1] - logprobs.shape[-1]))
 
-    def _plain(self, prompts: torch.Tensor, prompt_length: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-        k, longest = responses.shape[1:]
+    def _run(self, keep: int, **inputs) -> tuple[torch.Tensor, Cache | None]:
+        output = self.model(**inputs, logits_to_keep=keep)
+        return output.logits, output.past_key_values
+
+
+def run_responses(
+    run: Callable[..., tuple[torch.Tensor, Cache | None]],
+    model: nn.Module,
+    share_prompts: bool,
+    prompt_ids: torch.Tensor,
+    prompt_length: torch.Tensor,
+    response_ids: torch.Tensor,
+    response_length: torch.Tensor,
+    last: bool = False,
+) -> torch.Tensor:
+    """What `run` gives in the state before each response token, `[p · k, R', d]`, with `last` also after it, `[p · k, R' + 1, d]`.
+
+    Shapes as in `pad_tokens`; R' is the longest response: columns that only pad are not computed. `run(keep, input_ids, …)` gives the
+    last `keep` columns and the cache. Prompts are shared where the model allows it.
+    """
+    prompts = prompt_ids[:, prompt_ids.shape[1] - int(prompt_length.max()) :]
+    responses = response_ids[:, :, : max(1, int(response_length.max()))]
+    k, longest = responses.shape[1:]
+    width, lengths = prompts.shape[1], prompt_length.repeat_interleave(k)
+    if not share_prompts or k == 1 or getattr(model, "is_gradient_checkpointing", False):
+        mask, positions = _left_padded(lengths, width, longest)
         tokens = torch.cat([prompts.repeat_interleave(k, 0), responses.flatten(0, 1)], 1)
-        mask, positions = _left_padded(prompt_length.repeat_interleave(k), prompts.shape[1], longest)
-        output = self.model(tokens, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=longest + 1)
-        return output.logits[:, :-1]
-
-    def _shared(self, prompts: torch.Tensor, prompt_length: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-        k, longest = responses.shape[1:]
-        mask, positions = _left_padded(prompt_length, prompts.shape[1], 0)
-        prompt = self.model(prompts, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
-        logits = prompt.logits.repeat_interleave(k, 0)
-        if longest == 1:
-            return logits
-        cache = prompt.past_key_values
-        cache.batch_repeat_interleave(k)
-        mask, positions = _left_padded(prompt_length.repeat_interleave(k), prompts.shape[1], longest - 1)
-        rest = self.model(
-            responses.flatten(0, 1)[:, :-1],
-            attention_mask=mask,
-            position_ids=positions[:, prompts.shape[1] :],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        return torch.cat([logits, rest.logits], 1)
+        states, _ = run(longest + 1, input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
+        return states if last else states[:, :-1]
+    mask, positions = _left_padded(prompt_length, width, 0)
+    first, cache = run(1, input_ids=prompts, attention_mask=mask, position_ids=positions, use_cache=True)
+    first = first.repeat_interleave(k, 0)
+    said = responses.flatten(0, 1) if last else responses.flatten(0, 1)[:, :-1]
+    if not said.shape[1]:
+        return first
+    cache.batch_repeat_interleave(k)
+    mask, positions = _left_padded(lengths, width, said.shape[1])
+    rest, _ = run(
+        said.shape[1],
+        input_ids=said,
+        attention_mask=mask,
+        position_ids=positions[:, width:],
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return torch.cat([first, rest], 1)
 
 
 def _left_padded(prompt_length: torch.Tensor, prompt_width: int, response_width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,14 +251,22 @@ def scratch_causal_lm(settings: dict, tokenizer: PreTrainedTokenizerBase, seed: 
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike, state_dict=None, card: str | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | os.PathLike,
+    state_dict=None,
+    card: str | None = None,
+    beside: Mapping[str, PreTrainedModel] | None = None,
 ) -> None:
-    """A Hugging Face folder, with the text of its model card: written beside its place and renamed into it, so that it is whole or
-    not there."""
+    """A Hugging Face folder, with the text of its model card, and other models `beside` it in folders of their names: written beside its
+    place and renamed into it, so that it is whole or not there."""
     folder = Path(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     model.save_pretrained(temporary, state_dict=state_dict)
     tokenizer.save_pretrained(temporary)
+    for name, other in (beside or {}).items():
+        other.save_pretrained(temporary / name)
+        tokenizer.save_pretrained(temporary / name)
     if card:
         (temporary / "README.md").write_text(card, encoding="utf-8")
     temporary.rename(folder)

@@ -4,6 +4,7 @@ import os
 import traceback
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,6 @@ class Trainer:
             disable_dropout(model)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        module = self.algorithm.module(Policy(model, config.share_prompts)).train()
-        self.optimizer = ModuleOptimizer(self.accelerator, config, module, self.plan.optimizer_steps)
         self.reference = None
         if not self.peft:
             reference = load_causal_lm(config, self._reference_path())
@@ -142,6 +141,8 @@ class Trainer:
             dtype=getattr(torch, config.torch_dtype, torch.float32),
             trust_remote_code=config.trust_remote_code,
         )
+        module = self.algorithm.module(Policy(model, config.share_prompts), self.reward).train()
+        self.optimizer = ModuleOptimizer(self.accelerator, config, module, self.plan.optimizer_steps)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
@@ -268,7 +269,9 @@ class Trainer:
         self.metrics.observe("objective/entropy", sequence_sum(-behaviour, mask).flatten().cpu())
         self.metrics.observe("objective/rlhf_reward", (scores.to(device) - self.algorithm.kl_coef * kl.flatten()).cpu())
         scores = scores.view(shape[:2]).to(device)
-        return ScoredBatch(update, groups, tokens, mask, scores, behaviour, ref_logprobs, lambda: self._evaluate_module(tokens))
+        behind = torch.tensor([self.optimizer.steps - self.steps_at[group[0].versions[0]] for group in groups], device=device)
+        evaluate = partial(self._evaluate_module, tokens)
+        return ScoredBatch(update, groups, tokens, mask, scores, behaviour, ref_logprobs, behind, evaluate)
 
     def _observe(self, rollouts: list[Rollout], scores: torch.Tensor, finished: torch.Tensor) -> None:
         self.metrics.observe("objective/score", scores, std_name="objective/score_std")
@@ -282,14 +285,14 @@ class Trainer:
             return self._forward(policy, tokens)
 
     @torch.no_grad()
-    def _evaluate_module(self, tokens: Tensors) -> Any:
+    def _evaluate_module(self, tokens: Tensors, **options) -> Any:
         with self.timers.time("score"), self.accelerator.autocast():
-            return self._forward(self.optimizer.unwrapped, tokens)
+            return self._forward(self.optimizer.unwrapped, tokens, **options)
 
-    def _forward(self, module: nn.Module, tokens: Tensors) -> Any:
+    def _forward(self, module: nn.Module, tokens: Tensors, **options) -> Any:
         """What the module gives for every row, one tensor or several, in the rows' order."""
         chunks = micro_batches(tokens, self.plan.prompts_per_forward)
-        outputs = [module(**select(tokens, chunk), temperature=self.config.temperature) for chunk in chunks]
+        outputs = [module(**select(tokens, chunk), temperature=self.config.temperature, **options) for chunk in chunks]
         order = torch.argsort(torch.cat(chunks)).to(self.accelerator.device)
         if isinstance(outputs[0], torch.Tensor):
             return torch.cat(outputs)[order]
@@ -301,6 +304,7 @@ class Trainer:
         self.metrics.observe("staleness/batches_mean", [update - version for version in versions])
         self.metrics.maximum("staleness/batches_max", update - min(versions))
         sampled_at = torch.tensor([self.steps_at[version] for version in versions], dtype=torch.float64)
+        started = self.optimizer.steps
         with self.timers.time("train"):
             stopped = False
             for epoch in range(self.config.num_ppo_epochs):
@@ -315,7 +319,9 @@ class Trainer:
                     self.metrics.observe("staleness/steps_mean", self.optimizer.steps - sampled_at)
                     self.metrics.maximum("staleness/steps_max", self.optimizer.steps - sampled_at.min())
                     rows = slice(index * per_step, (index + 1) * per_step)
-                    self._step({name: tensor[rows] for name, tensor in batch.items()})
+                    mini_batch = {name: tensor[rows] for name, tensor in batch.items()}
+                    taken = torch.full_like(mini_batch["weight"], self.optimizer.steps - started)
+                    self._step(mini_batch | {"steps_in_update": taken})
 
     def _step(self, mini_batch: Tensors) -> None:
         """One optimizer step on the mini-batch; skipped, and counted, where no rank has anything to learn from."""
@@ -406,7 +412,8 @@ class Trainer:
             model = self.optimizer.model.get_base_model() if self.peft else self.optimizer.model
             state = {name: tensor.cpu() for name, tensor in whole_weights(self.optimizer.model)}
             card = model_card(self.config, self.algorithm_name, self.last_record, self.last_evaluation)
-            save_model(model, self.tokenizer, self.output / f"checkpoint-{updates}", state, card=str(card))
+            beside = self.algorithm.models(self.optimizer.unwrapped)
+            save_model(model, self.tokenizer, self.output / f"checkpoint-{updates}", state, card=str(card), beside=beside)
 
 
 def run_algorithm(config_class: type[RLConfig], algorithm_class: type[Algorithm]) -> None:

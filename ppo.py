@@ -1,0 +1,160 @@
+"""PPO with a value model, synchronous or asynchronous: token-level ratios, GAE, and the KL to the reference in the reward.
+
+    python ppo.py --config configs/ppo_tiny.yml                      # one batch stale
+    python ppo.py --config configs/ppo_tiny.yml --max_staleness 0    # the same, synchronous
+
+Reward of token t: −kl_coef · (log μ − log π_ref), and the score with the last token (Ziegler et al. 2019). A unit of the loss is a
+response token. Policy and value model train together; a checkpoint keeps the value model in its folder `value_model`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from async_rlhf import distributed
+from async_rlhf.advantages import AdaptiveKL, RunningMoments, gae, step_mask, token_rewards, whiten
+from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
+from async_rlhf.config import RLConfig, require, run_script, setting
+from async_rlhf.losses import value_loss
+from async_rlhf.metrics import Metrics, policy_metrics
+from async_rlhf.models import TOKEN_FIELDS, Policy, length_mask
+from async_rlhf.off_policy import OffPolicyConfig, corrected_loss
+from async_rlhf.rewards.model import RewardModel
+from async_rlhf.trainer import run_algorithm
+from async_rlhf.value import ActorCritic, ValueModel, load_value_model
+
+
+@dataclass
+class PPOConfig(OffPolicyConfig, RLConfig):
+    """The loop's settings, the ratio's, and PPO's own."""
+
+    num_generations: int = setting(1, "Completions sampled a prompt.")
+    loss_type: Literal["clip", "reinforce", "cispo"] = setting(
+        "clip", "clip: PPO's clipped ratio; reinforce: no ratio; cispo: the clipped ratio as a weight, so that no token loses its gradient."
+    )
+    value_model_path: str | None = setting(
+        None,
+        "Where the value model starts: a folder or hub name. Default: the reward model, if it has the policy's tokens, else the policy.",
+    )
+    vf_coef: float = setting(0.1, "Weight of the value loss.")
+    value_clip_range: float | None = setting(0.2, "A value counts within this distance of the one at sampling time; null: any.")
+    value_warmup_updates: int = setting(0, "First updates that train the value model alone.")
+    gamma: float = setting(1.0, "Discount a token.")
+    lam: float = setting(0.95, "GAE's λ.")
+    score_at: Literal["last_token", "next_token"] = setting(
+        "last_token", "Which step gets the score: the last token's, or one after it with a value of its own (TRL's and torchtune's way)."
+    )
+    whiten_advantages: bool = setting(True, "Bring the batch's advantages to mean 0 and variance 1, over all processes.")
+    whiten_rewards: bool = setting(False, "Bring the batch's token rewards to variance 1, keeping their mean.")
+    normalize_scores: bool = setting(False, "Bring scores to mean 0 and deviation 1 by all that were seen so far.")
+    score_clip: float | None = setting(None, "Scores are clipped to ± this, after normalising.")
+    kl_coef: float = setting(0.05, "Weight of the KL to the reference in the reward; where `adaptive_kl_target` is set, its start.")
+    adaptive_kl_target: float | None = setting(None, "KL, in nats a response, that kl_coef is steered to (Ziegler et al. 2019).")
+    adaptive_kl_horizon: float = setting(10_000.0, "Episodes over which it is steered.")
+    target_kl: float | None = setting(None, "Leave out an update's other epochs when the mean KL a token of one epoch is above this.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("gamma", "lam"):
+            require(0 <= getattr(self, name) <= 1, f"{name} {getattr(self, name)}: between 0 and 1")
+        require(self.kl_coef >= 0, f"kl_coef {self.kl_coef}: 0 or more")
+        require(self.adaptive_kl_target is None or self.adaptive_kl_target > 0, "adaptive_kl_target: above 0")
+        self.check_correction(self.loss_type, "token")
+
+
+class PPO(Algorithm):
+    name = "ppo"
+
+    def __init__(self, config: PPOConfig):
+        super().__init__(config)
+        self.controller = AdaptiveKL(config.kl_coef, config.adaptive_kl_target or 1.0, config.adaptive_kl_horizon)
+        self.moments = RunningMoments()
+        self.warming_up = False
+        self.epoch_kl = [0.0, 0.0]  # sum over tokens, tokens
+
+    @property
+    def kl_coef(self) -> float:
+        return self.controller.coef
+
+    def module(self, policy: Policy, reward) -> ActorCritic:
+        config = self.config
+        path = config.value_model_path
+        if path is None:
+            reads_tokens = isinstance(reward, RewardModel) and reward.reuses_ids
+            path = config.reward_model_path if reads_tokens else config.model_name_or_path
+        value = load_value_model(config, path, policy.vocabulary, config.bf16 or config.fp16)
+        return ActorCritic(policy, ValueModel(value, config.share_prompts))
+
+    def models(self, module: ActorCritic) -> dict:
+        return {"value_model": module.value.model}
+
+    def make_batch(self, scored: ScoredBatch, metrics: Metrics) -> Tensors:
+        """A row a prompt with its k responses: advantages a token, returns and values a step."""
+        config, mask = self.config, scored.mask
+        self.warming_up = scored.update < config.value_warmup_updates
+        self.epoch_kl = [0.0, 0.0]
+        recompute = config.old_logprobs == "recompute"
+        *old, values = scored.evaluate() if recompute else scored.evaluate(values_only=True)
+        steps = step_mask(mask, config.score_at)
+        values = values[..., : steps.shape[-1]]
+        kl = torch.where(mask, scored.behaviour_logprobs - scored.ref_logprobs, 0.0)
+        rewards = token_rewards(self._scores(scored), kl, mask, self.kl_coef, config.score_at)
+        if config.whiten_rewards:
+            rewards = whiten(rewards, steps, distributed.all_sum, keep_mean=True)
+        advantages, returns = gae(rewards, values, steps, config.gamma, config.lam)
+        advantages = torch.where(mask, advantages[..., : mask.shape[-1]], 0.0)
+        metrics.mean("ppo/advantage_abs", advantages.abs().sum(), mask.sum())
+        self._observe_values(values, returns, steps, metrics)
+        if config.whiten_advantages:
+            advantages = whiten(advantages, mask, distributed.all_sum)
+        if config.adaptive_kl_target:
+            episodes = distributed.all_sum(mask[..., 0].numel())
+            self.controller = self.controller.update(distributed.all_sum(kl.sum()) / episodes, episodes)
+        batch = scored.tokens | {"behaviour_logprobs": scored.behaviour_logprobs, "advantages": advantages}
+        batch |= {"values": values, "returns": returns, "weight": mask.sum((1, 2)).float(), "steps_behind": scored.steps_behind}
+        return batch | ({"old_logprobs": old[0]} if recompute else {})
+
+    def _scores(self, scored: ScoredBatch) -> torch.Tensor:
+        scores = scored.scores
+        if self.config.normalize_scores:
+            for moments in distributed.all_gather(RunningMoments.of(scores)):
+                self.moments = self.moments.merge(moments)
+            scores = self.moments.normalize(scores)
+        return scores if self.config.score_clip is None else scores.clamp(-self.config.score_clip, self.config.score_clip)
+
+    def _observe_values(self, values: torch.Tensor, returns: torch.Tensor, steps: torch.Tensor, metrics: Metrics) -> None:
+        count = steps.sum()
+        metrics.mean("value/mean", torch.where(steps, values, 0.0).sum(), count)
+        metrics.mean("value/return", torch.where(steps, returns, 0.0).sum(), count)
+        metrics.mean("value/error_squared", torch.where(steps, (returns - values).square(), 0.0).sum(), count)
+
+    def loss(self, module: ActorCritic, rows: Tensors, metrics: Metrics) -> torch.Tensor:
+        config = self.config
+        logprobs, values = module(**{name: rows[name] for name in TOKEN_FIELDS}, temperature=config.temperature)
+        mask = length_mask(rows["response_length"], logprobs.shape[-1])
+        steps = step_mask(mask, config.score_at)
+        tokens = mask.sum()
+        policy = corrected_loss(config, config.loss_type, "token", logprobs, rows, mask, metrics).sum()
+        losses, clipped = value_loss(values[..., : steps.shape[-1]], rows["values"], rows["returns"], steps, config.value_clip_range)
+        value = torch.where(steps, losses, 0.0).sum()
+        metrics.mean("loss/policy", policy.detach(), tokens)
+        metrics.mean("loss/value", value.detach(), steps.sum())
+        metrics.mean("value/clip_frac", (clipped & steps).sum(), steps.sum())
+        approx_kl = policy_metrics(metrics, logprobs, rows["behaviour_logprobs"], mask)
+        self.epoch_kl[0] += float(approx_kl)
+        self.epoch_kl[1] += float(tokens)
+        return policy * (not self.warming_up) + config.vf_coef * value
+
+    def stops(self) -> bool:
+        kl, tokens = (distributed.all_sum(part) for part in self.epoch_kl)
+        self.epoch_kl = [0.0, 0.0]
+        return self.config.target_kl is not None and kl > self.config.target_kl * tokens
+
+
+def main() -> None:
+    run_algorithm(PPOConfig, PPO)
+
+
+if __name__ == "__main__":
+    run_script(main)

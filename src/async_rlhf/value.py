@@ -1,0 +1,84 @@
+"""The value model of PPO: a scalar head read in the state before each response token, beside the policy in one trained module."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from peft import get_peft_model
+from torch import nn
+from transformers import AutoModelForSequenceClassification, Cache
+
+from async_rlhf.config import ModelConfig, UserError, require
+from async_rlhf.models import Policy, disable_dropout, lora_config, run_responses, trained_dtype
+
+
+class ValueModel(nn.Module):
+    """A sequence classifier with one output as value function: `forward` gives V before each response token, and after the last."""
+
+    def __init__(self, model: nn.Module, share_prompts: bool = True):
+        super().__init__()
+        self.model, self.share_prompts = model, share_prompts
+
+    def forward(
+        self, prompt_ids: torch.Tensor, prompt_length: torch.Tensor, response_ids: torch.Tensor, response_length: torch.Tensor
+    ) -> torch.Tensor:
+        """`[p, k, R + 1]` for responses `[p, k, R]`: entry t is the value when t response tokens are said. Meaningless after the end."""
+        values = run_responses(
+            self._run, self.model, self.share_prompts, prompt_ids, prompt_length, response_ids, response_length, last=True
+        )
+        values = values[..., 0].view(*response_ids.shape[:2], -1)
+        return F.pad(values, (0, response_ids.shape[-1] + 1 - values.shape[-1])).float()
+
+    def _run(self, keep: int, **inputs) -> tuple[torch.Tensor, Cache | None]:
+        classifier = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        output = classifier.base_model(**inputs)
+        return classifier.score(output.last_hidden_state[:, -keep:]), output.past_key_values
+
+
+class ActorCritic(nn.Module):
+    """Policy and value model in one module, so that DDP, DeepSpeed and the optimizer see one."""
+
+    def __init__(self, policy: Policy, value: ValueModel):
+        super().__init__()
+        self._policy, self.value = policy, value
+
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
+    def forward(self, temperature: float = 1.0, values_only: bool = False, **tokens) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Log-probabilities `[p, k, R]` of the policy at `temperature` (None with `values_only`), and values `[p, k, R + 1]`."""
+        values = self.value(**tokens)
+        return (values,) if values_only else (self._policy(**tokens, temperature=temperature), values)
+
+
+def load_value_model(config: ModelConfig, path: str, vocabulary: int, mixed_precision: bool) -> nn.Module:
+    """The classifier at `path`, a reward model, or a language model with a fresh head that says 0 everywhere; with LoRA, its adapter.
+
+    Raises:
+        UserError: nothing loadable there, an encoder, several outputs, or a vocabulary that does not hold the policy's.
+    """
+    dtype = trained_dtype(config, mixed_precision)
+    try:
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            str(Path(path).expanduser()) if Path(path).exists() else path,
+            num_labels=1,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"value_model_path {path!r}: {' '.join(str(error).split())[:300]}") from error
+    require(hasattr(model, "score"), f"value_model_path {path!r}: an encoder reads whole texts, and has no value before each token")
+    size = model.get_input_embeddings().num_embeddings
+    require(size >= vocabulary, f"value_model_path {path!r}: {size} embeddings for the policy's {vocabulary}")
+    if any(name.startswith("score") for name in report["missing_keys"]):
+        nn.init.zeros_(model.score.weight)
+    disable_dropout(model)
+    peft = lora_config(config)
+    if peft:
+        peft.task_type, peft.modules_to_save = "SEQ_CLS", ["score"]
+        model = get_peft_model(model, peft)
+    if getattr(config, "gradient_checkpointing", False):
+        model.gradient_checkpointing_enable()
+    return model
