@@ -84,7 +84,7 @@ class OnlineDPO:
         rows = torch.arange(len(pair), device=pair.device)[:, None]
         samples = pair
         if self.config.off_policy_correction == "group":
-            others = torch.zeros_like(scored.scores).scatter(1, pair, 1.0).argsort(1, stable=True)  # unselected ones first
+            others = torch.zeros_like(scored.scores).scatter(1, pair, 1.0).argsort(dim=1, stable=True)  # unselected ones first
             samples = torch.cat([pair, others[:, : scored.scores.shape[1] - 2]], 1)
         metrics.observe("dpo/tied_frac", tied.float().cpu())
         return {

@@ -8,7 +8,9 @@ The target is the expected gradient of groups drawn from the policy itself. The 
 (exact, on-policy) gradient descent ago. Losses, selection and weights are the trainer's own functions.
 """
 
+import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 
@@ -148,6 +150,14 @@ def length_share(chi_squared: float, length: int) -> float:
     return (1 + chi_squared) ** (-2 * length)
 
 
+def kept_mean(share: float, cap: float) -> float:
+    """E min(w, cap) for a log-normal w of mean 1 whose effective share is `share`: σ² = −log share of log w, so that under μ
+    log w has the mean −σ²/2, and under π, where w weighs it, σ²/2."""
+    variance = -math.log(share)
+    below = NormalDist(variance / 2, variance**0.5).cdf(math.log(cap))
+    return below + cap * (1 - NormalDist(-variance / 2, variance**0.5).cdf(math.log(cap)))
+
+
 def bias_table() -> str:
     lines = []
     for k in CORRECTIONS:
@@ -168,11 +178,19 @@ def length_table() -> str:
     return "\n".join(lines)
 
 
+def cap_table() -> str:
+    shares = (0.9, 0.5, 0.2, 0.1, 0.01)
+    lines = [f"| effective share | {' | '.join(f'{share:g}' for share in shares)} |", "|---" * (1 + len(shares)) + "|"]
+    for cap in (2.0, 5.0):
+        lines.append(f"| mean weight under a cap of {cap:g} | {' | '.join(f'{kept_mean(share, cap):.2f}' for share in shares)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     for behind in STALENESS:
         apart = divergence(behind)
         print(f"{behind} behind: KL(μ‖π) {apart['kl']:.4f} nats a response, effective share of the pairs' weights {apart['ess']:.3f}")
-    print(f"\n{bias_table()}\n\n{length_table()}")
+    print(f"\n{bias_table()}\n\n{length_table()}\n\n{cap_table()}")
 
 
 if __name__ == "__main__":
