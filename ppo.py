@@ -35,7 +35,7 @@ class PPOConfig(OffPolicyConfig, RLConfig):
     )
     value_model_path: str | None = setting(
         None,
-        "Where the value model starts: a folder or hub name. Default: the reward model, if it has the policy's tokens, else the policy.",
+        "Where the value model starts: a folder or hub name. Default: the reward model if it has the policy's tokens, else the policy.",
     )
     vf_coef: float = setting(0.1, "Weight of the value loss.")
     value_clip_range: float | None = setting(0.2, "A value counts within this distance of the one at sampling time; null: any.")
