@@ -18,7 +18,7 @@ from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
 from async_rlhf.config import RLConfig, require, run_script, setting
 from async_rlhf.losses import pair_log_weights, pair_weights, preference_loss, select_pairs, sequence_sum
 from async_rlhf.metrics import Metrics, policy_metrics
-from async_rlhf.models import TOKEN_FIELDS, Policy, length_mask
+from async_rlhf.models import Policy, length_mask
 from async_rlhf.trainer import run_algorithm
 
 
@@ -103,13 +103,8 @@ class OnlineDPO(Algorithm):
         }
 
     def loss(self, policy: Policy, rows: Tensors, metrics: Metrics) -> torch.Tensor:
-<<<<<<< HEAD
-        logprobs = policy(**{name: rows[name] for name in TOKEN_FIELDS}, temperature=self.config.temperature)
-        mask = length_mask(rows["response_length"], logprobs.shape[-1])
-=======
         logprobs = self._logprobs(policy, rows, slice(0, 2))
         mask = length_mask(rows["response_length"][:, :2], logprobs.shape[-1])
->>>>>>> losses-dpo
         logratio = sequence_sum(logprobs - rows["ref_logprobs"], mask)
         config = self.config
         losses = preference_loss(logratio[:, 0], logratio[:, 1], config.beta, config.loss_type, config.label_smoothing)

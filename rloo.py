@@ -4,7 +4,7 @@
     python rloo.py --config configs/rloo_tiny.yml --max_staleness 0    # the same, synchronous
     python rloo.py --config configs/bo2_tiny.yml                       # best of 2, supervised
 
-The reward of a response is its score − kl_coef · Σ (log μ − log π_ref); the advantage is the reward less the mean of the other k − 1
+The reward of a response is its score − kl_coef · Σ (log π − log π_ref); the advantage is the reward less the mean of the other k − 1
 (Ahmadian et al. 2024). A unit of the loss is a sequence; with a ratio a token, its tokens are summed.
 """
 
@@ -22,6 +22,8 @@ from async_rlhf.models import TOKEN_FIELDS, Policy, length_mask
 from async_rlhf.off_policy import OffPolicyConfig, corrected_loss, old_logprobs
 from async_rlhf.trainer import run_algorithm
 
+SURROGATES = {"proximal": "clip"}  # what losses.policy_loss calls it
+
 
 @dataclass
 class RLOOConfig(OffPolicyConfig, RLConfig):
@@ -34,7 +36,11 @@ class RLOOConfig(OffPolicyConfig, RLConfig):
     )
     ratio_level: Literal["sequence", "token"] = setting("sequence", "What a ratio and its clipping belong to.")
     kl_coef: float = setting(0.05, "Weight of the KL to the reference.")
-    kl_in: Literal["reward", "loss"] = setting("reward", "Where the KL is: taken off the score, or a term of the loss.")
+    kl_in: Literal["reward", "sampled_reward", "loss"] = setting(
+        "reward",
+        "Where the KL is. reward: taken off the score, with the policy as it trains; sampled_reward: with the one that sampled, as in the "
+        "paper's code (the same on-policy; stale, it is the other policy's KL); loss: a term of the loss.",
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
         "k2", "Estimate of the KL as a loss term. k1's gradient is 0 on average, k2's is the KL's, k3's (GRPO's) the reverse KL's."
     )
@@ -45,14 +51,14 @@ class RLOOConfig(OffPolicyConfig, RLConfig):
         require(k >= 2, f"num_generations {k}: a response is compared with the others of its prompt, so at least 2")
         require(self.kl_coef >= 0, f"kl_coef {self.kl_coef}: 0 or more")
         require(
-            self.loss_type != "copg" or (self.kl_coef > 0 and self.kl_in == "reward"),
-            "loss_type copg holds the KL itself: it needs kl_coef above 0, and kl_in: reward",
+            self.loss_type != "copg" or (self.kl_coef > 0 and self.kl_in != "loss"),
+            "loss_type copg holds the KL itself: it needs kl_coef above 0, and no kl_in: loss",
         )
         require(
             self.loss_type not in ("copg", "best_of_n") or self.correction == "none",
             f"correction {self.correction}: loss_type {self.loss_type} has no ratio to correct",
         )
-        self.check_correction({"proximal": "clip"}.get(self.loss_type, self.loss_type), self.ratio_level)
+        self.check_correction(SURROGATES.get(self.loss_type, self.loss_type), self.ratio_level)
 
 
 class RLOO(Algorithm):
@@ -61,26 +67,19 @@ class RLOO(Algorithm):
     def __init__(self, config: RLOOConfig):
         super().__init__(config)
         self.kl_coef = config.kl_coef
+        self.surrogate = SURROGATES.get(config.loss_type, config.loss_type)
 
     def make_batch(self, scored: ScoredBatch, metrics: Metrics) -> Tensors:
         """A row a prompt with its k responses, or with the best one for best-of-n."""
-        config, mask = self.config, scored.mask
         best, _, tied = select_pairs(scored.scores)
         metrics.observe("rloo/tied_frac", tied.float().cpu())
         batch = scored.tokens | {"behaviour_logprobs": scored.behaviour_logprobs, "ref_logprobs": scored.ref_logprobs}
-        if config.loss_type == "best_of_n":
+        if self.config.loss_type == "best_of_n":
             rows = torch.arange(len(best), device=best.device)[:, None]
             responses = ("response_ids", "response_length", "behaviour_logprobs", "ref_logprobs")
-            batch |= {name: batch[name][rows, best[:, None]] for name in responses}
-            return batch | {"weight": (~tied).float()}
-        rewards = scored.scores
-        if config.kl_in == "reward" and config.loss_type != "copg":
-            rewards = rewards - config.kl_coef * sequence_sum(scored.behaviour_logprobs - scored.ref_logprobs, mask)
-        advantages = leave_one_out(rewards)
-        metrics.observe("rloo/advantage_abs", advantages.abs().flatten().cpu())
-        batch |= {"advantages": advantages, "scores": scored.scores}
-        batch |= old_logprobs(config, scored)
-        return batch | {"weight": torch.full((len(advantages),), float(config.num_generations), device=advantages.device)}
+            return batch | {name: batch[name][rows, best[:, None]] for name in responses} | {"weight": (~tied).float()}
+        weight = torch.full_like(scored.scores[:, 0], self.config.num_generations)
+        return batch | {"scores": scored.scores, "weight": weight} | old_logprobs(self.config, scored)
 
     def loss(self, module: Policy, rows: Tensors, metrics: Metrics) -> torch.Tensor:
         config = self.config
@@ -92,8 +91,9 @@ class RLOO(Algorithm):
         elif config.loss_type == "copg":
             losses = copg_loss(rows["scores"], sequence_sum(logprobs - rows["ref_logprobs"], mask), config.kl_coef)
         else:
-            surrogate = {"proximal": "clip"}.get(config.loss_type, config.loss_type)
-            losses = corrected_loss(config, surrogate, config.ratio_level, logprobs, rows, mask, metrics)
+            advantages = leave_one_out(self._rewards(logprobs.detach(), rows, mask))
+            metrics.mean("rloo/advantage_abs", advantages.abs().sum(), weight)
+            losses = corrected_loss(config, self.surrogate, config.ratio_level, logprobs, rows | {"advantages": advantages}, mask, metrics)
         metrics.mean("loss/policy", losses.detach().sum(), weight)
         loss = losses.sum()
         if config.kl_in == "loss" and config.kl_coef:
@@ -102,6 +102,13 @@ class RLOO(Algorithm):
             loss = loss + config.kl_coef * kl.sum()
         policy_metrics(metrics, logprobs, rows["behaviour_logprobs"], mask)
         return loss
+
+    def _rewards(self, logprobs: torch.Tensor, rows: Tensors, mask: torch.Tensor) -> torch.Tensor:
+        """`[p, k]`: scores, less the KL where it belongs to the reward."""
+        policy = {"reward": logprobs, "sampled_reward": rows["behaviour_logprobs"]}.get(self.config.kl_in)
+        if policy is None:
+            return rows["scores"]
+        return rows["scores"] - self.config.kl_coef * sequence_sum(policy - rows["ref_logprobs"], mask)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ class OffPolicyConfig:
         "What a ratio divides by. engine: the log-probabilities that the generator recorded; recompute: the trainer's own at the start "
         "of the update; interpolate: those, estimated between engine and current policy without a forward (A-3PO).",
     )
-    clip_range: float = setting(0.2, "A ratio counts between 1 − clip_range and 1 + clip_range.")
+    clip_range: float = setting(0.2, "A ratio counts between 1 − clip_range and 1 + clip_range. With cispo only from above.")
     clip_range_high: float | None = setting(None, "Upper clip range. Default: `clip_range`.")
     correction: Literal["none", "truncate_token", "truncate_sequence", "mask_token", "mask_sequence"] = setting(
         "none",
@@ -69,7 +69,10 @@ def corrected_loss(
         proximal=proximal,
         surrogate=surrogate,
         ratio_level=ratio_level,
-        clip_range=(config.clip_range, config.clip_range if config.clip_range_high is None else config.clip_range_high),
+        clip_range=(
+            1.0 if surrogate == "cispo" else config.clip_range,
+            config.clip_range if config.clip_range_high is None else config.clip_range_high,
+        ),
         correction=config.correction,
         correction_range=(config.correction_low, config.correction_high),
     )
