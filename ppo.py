@@ -104,6 +104,7 @@ class PPO(Algorithm):
             rewards = whiten(rewards, steps, distributed.all_sum, keep_mean=True)
         advantages, returns = gae(rewards, values, steps, config.gamma, config.lam)
         advantages = torch.where(mask, advantages[..., : mask.shape[-1]], 0.0)
+        metrics.mean("ppo/kl_coef", self.kl_coef, 1)
         metrics.mean("ppo/advantage_abs", advantages.abs().sum(), mask.sum())
         self._observe_values(values, returns, steps, metrics)
         if config.whiten_advantages:
