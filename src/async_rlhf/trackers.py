@@ -34,8 +34,8 @@ def open_trackers(accelerator: Accelerator, settings: Mapping[str, Any], resume:
     try:
         accelerator.init_trackers(settings["project"], None if resume else plain, kwargs)
     except Exception as error:  # each tracker has its own kinds: no key, no server
-        message = " ".join(str(error).split())
-        raise UserError(f"report_to {', '.join(accelerator.log_with)}: {message} (WANDB_MODE=offline logs without a server)") from error
+        names, message = ", ".join(map(str, accelerator.log_with)), " ".join(str(error).split())
+        raise UserError(f"report_to {names}: {message} (WANDB_MODE=offline logs without a server)") from error
     for tracker in accelerator.trackers:
         if tracker.name == "wandb":  # its own step may not go back: what belongs to an earlier update names its step
             tracker.run.define_metric("gold/*", step_metric="step")
