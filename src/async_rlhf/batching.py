@@ -4,29 +4,32 @@ import torch
 
 from async_rlhf.algorithm import Tensors
 
+MAX_PADDING = 0.1
+
 
 def micro_batches(rows: Tensors, prompts_per_forward: int) -> list[torch.Tensor]:
-    """Indices of the rows of each forward, the longest rows first.
+    """Indices of the rows of each forward, those with the longest prompts first.
 
     The budget is what `prompts_per_forward` rows as long as the longest one take, padded: a forward of short rows holds more of
-    them, and needs no more memory. A row is a prompt `[P]` with its responses `[k, R]`, as `pad_tokens` makes it. Rows that fit one
-    forward stay in their order.
+    them, and needs no more memory. A row that would make more than a tenth of a forward padding begins the next one. A row is a prompt
+    `[P]` with its responses `[k, R]`, as `pad_tokens` makes it. Rows that fit one forward stay together, in their order.
     """
-    prompts, responses = rows["prompt_length"], rows["response_length"].amax(1)
+    prompts, responses = rows["prompt_length"].tolist(), rows["response_length"].amax(1).tolist()
     k, count = rows["response_length"].shape[1], len(prompts)
-    budget = prompts_per_forward * int(prompts.max() + k * responses.max())
-    if count * int(prompts.max() + k * responses.max()) <= budget:
+    budget = prompts_per_forward * (max(prompts) + k * max(responses))
+    if count <= prompts_per_forward:
         return [torch.arange(count)]
     chunks: list[list[int]] = []
-    widest = longest = 0
-    for i in torch.argsort(prompts + k * responses, descending=True, stable=True).tolist():
-        wider, longer = max(widest, int(prompts[i])), max(longest, int(responses[i]))
-        if chunks and (len(chunks[-1]) + 1) * (wider + k * longer) <= budget:
+    widest = longest = used = 0
+    for i in sorted(range(count), key=lambda i: (-prompts[i], -responses[i])):
+        tokens = prompts[i] + k * responses[i]
+        padded = (len(chunks[-1]) + 1) * (max(widest, prompts[i]) + k * max(longest, responses[i])) if chunks else 0
+        if chunks and padded <= budget and used + tokens >= (1 - MAX_PADDING) * padded:
             chunks[-1].append(i)
-            widest, longest = wider, longer
+            widest, longest, used = max(widest, prompts[i]), max(longest, responses[i]), used + tokens
         else:
             chunks.append([i])
-            widest, longest = int(prompts[i]), int(responses[i])
+            widest, longest, used = prompts[i], responses[i], tokens
     return [torch.tensor(chunk) for chunk in chunks]
 
 
