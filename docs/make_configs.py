@@ -24,6 +24,8 @@ SCRIPTS = {  # a script and the class of its settings; a new one is a line here
     "relabel_with_rm": "RelabelConfig",
     "reward_modeling": "RewardModelingConfig",
     "online_dpo": "OnlineDPOConfig",
+    "ppo": "PPOConfig",
+    "rloo": "RLOOConfig",
     "generate_for_eval": "GenerateConfig",
     "load_and_eval": "EvaluateConfig",
 }

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import fields
 
 import pytest
 import yaml
@@ -15,10 +16,12 @@ from datasets import Dataset, DatasetDict
 import generate_for_eval
 import load_and_eval
 import online_dpo
+import ppo
 import relabel_with_rm
 import reward_modeling
+import rloo
 import sft
-from async_rlhf.config import BatchPlan, parse
+from async_rlhf.config import BatchPlan, DataConfig, parse
 from async_rlhf.data import Encoder, is_local
 from generate_for_eval import GenerateConfig
 from load_and_eval import EvaluateConfig
@@ -26,12 +29,16 @@ from load_and_eval import EvaluateConfig
 CONFIGS = ROOT / "configs"
 SCRIPTS = {
     "onlinedpo": (online_dpo, online_dpo.OnlineDPOConfig),
+    "ppo": (ppo, ppo.PPOConfig),
+    "rloo": (rloo, rloo.RLOOConfig),
+    "bo2": (rloo, rloo.RLOOConfig),
     "sft": (sft, sft.SFTScriptConfig),
     "rm": (reward_modeling, reward_modeling.RewardModelingConfig),
     "relabel": (relabel_with_rm, relabel_with_rm.RelabelConfig),
     "generate": (generate_for_eval, GenerateConfig),
     "evaluate": (load_and_eval, EvaluateConfig),
 }
+LOOP = ("onlinedpo", "ppo", "rloo", "bo2")  # the scripts that run the loop
 FILES = sorted(path.name for path in CONFIGS.glob("*.yml"))
 LAUNCH_FILES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
 
@@ -64,6 +71,32 @@ ONLINE_DPO = [
     ("rho1b_gsm8k_vllm_bf16_4gpu", 3, ASYNC, (6, 14, 252, 512, 512), (4, 3e-6, 0.1, 0.7, 512, None)),
     ("rho1b_gsm8k", 1, HF, (4, 64, 256, 512, 512), (4, 3e-6, 0.1, 0.7, 512, None)),  # ours
 ]
+POLICY_GRADIENT = [
+    # file, training processes, engine, mixed precision
+    # completions a forward, accumulated, prompts a batch, completions a batch, batches; k
+    # the paper's at 410M on one GPU, where PPO and RLOO count completions, best-of-2 prompts; the others are extrapolated
+    ("ppo_pythia410m_tldr", 1, HF, "fp16", (8, 16, 128, 128, 1024), 1),
+    ("ppo_pythia1b_tldr", 1, HF, "fp16", (8, 16, 128, 128, 1024), 1),
+    ("ppo_pythia2.8b_tldr", 1, HF, "fp16", (2, 64, 128, 128, 1024), 1),
+    ("rloo_pythia410m_tldr", 1, HF, "fp16", (16, 8, 64, 128, 1024), 2),
+    ("rloo_pythia1b_tldr", 1, HF, "fp16", (16, 8, 64, 128, 1024), 2),
+    ("rloo_pythia2.8b_tldr", 1, HF, "fp16", (4, 32, 64, 128, 1024), 2),
+    ("bo2_pythia410m_tldr", 1, HF, None, (32, 8, 128, 256, 1024), 2),
+    ("bo2_pythia1b_tldr", 1, HF, None, (32, 8, 128, 256, 1024), 2),
+    ("bo2_pythia2.8b_tldr", 1, HF, None, (8, 32, 128, 256, 1024), 2),
+    ("ppo_pythia410m_tldr_vllm_bf16_4gpu", 3, ASYNC, "bf16", (21, 8, 504, 504, 256), 1),
+    ("ppo_pythia1b_tldr_vllm_bf16_4gpu", 3, ASYNC, "bf16", (8, 21, 504, 504, 256), 1),
+    ("ppo_pythia2.8b_tldr_vllm_bf16_4gpu", 3, ASYNC, "bf16", (6, 28, 504, 504, 256), 1),
+    ("rloo_pythia410m_tldr_vllm_bf16_4gpu", 3, ASYNC, "bf16", (42, 4, 252, 504, 256), 2),
+    ("rloo_pythia1b_tldr_vllm_bf16_4gpu", 3, ASYNC, "bf16", (14, 12, 252, 504, 256), 2),
+    ("rloo_pythia2.8b_tldr_vllm_bf16_4gpu", 3, ASYNC, "bf16", (12, 14, 252, 504, 256), 2),
+    ("bo2_pythia410m_tldr_vllm_bf16_4gpu", 3, ASYNC, "bf16", (42, 8, 504, 1008, 256), 2),
+    ("bo2_pythia1b_tldr_vllm_bf16_4gpu", 3, ASYNC, "bf16", (16, 21, 504, 1008, 256), 2),
+    ("bo2_pythia2.8b_tldr_vllm_bf16_4gpu", 3, ASYNC, "bf16", (12, 28, 504, 1008, 256), 2),
+    ("ppo_rho1b_gsm8k_vllm_bf16_4gpu", 3, ASYNC, "bf16", (12, 7, 63, 252, 2048), 4),
+    ("rloo_rho1b_gsm8k_vllm_bf16_4gpu", 3, ASYNC, "bf16", (12, 7, 63, 252, 2048), 4),
+    ("bo2_rho1b_gsm8k_vllm_bf16_4gpu", 3, ASYNC, "bf16", (24, 14, 252, 1008, 512), 4),
+]
 SUPERVISED = [
     # file, processes; rows a forward, accumulated, rows a batch; lr, schedule, epochs, longest, mixed precision
     ("sft_pythia410m_tldr", 1, (8, 4, 32), (1e-5, "cosine", 1, 580, "bf16")),  # the split is ours
@@ -95,22 +128,67 @@ def test_online_dpo_is_the_papers(name, processes, engine, batch, values):
     assert config.vllm_gpu_memory_utilization == (0.2 if engine == SHARED else 0.9)
 
 
+def precision(config) -> str | None:
+    return "bf16" if config.bf16 else "fp16" if config.fp16 else None
+
+
+@pytest.mark.parametrize(("name", "processes", "engine", "mixed", "batch", "k"), POLICY_GRADIENT, ids=[row[0] for row in POLICY_GRADIENT])
+def test_ppo_rloo_and_best_of_n_are_the_papers(name, processes, engine, mixed, batch, k):
+    config = read(name)
+    plan = BatchPlan.of(config, processes)
+    forward, accumulated, prompts, completions, batches = batch
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (forward, accumulated)
+    assert (config.num_generations, plan.prompts, plan.completions) == (k, prompts, completions)
+    assert plan.updates == plan.optimizer_steps == batches
+    assert config.total_episodes == completions * batches  # no batch is rounded up
+    assert (config.generator, config.max_staleness, precision(config)) == (*engine, mixed)
+    tldr = "gsm8k" not in name
+    assert (config.learning_rate, config.kl_coef, config.temperature) == (3e-6, 0.05, 0.7)
+    assert (config.response_length, config.missing_eos_score) == ((53, -1) if tldr else (512, None))
+    assert (config.lr_scheduler_type, config.save_steps) == ("linear", 0.25)
+    half = {"fp16": "float16", "bf16": "bfloat16", None: "float32"}[mixed]
+    assert config.torch_dtype == (half if "2.8b" in name else "float32")
+
+
+@pytest.mark.parametrize("name", [row[0] for row in POLICY_GRADIENT])
+def test_losses_of_ppo_rloo_and_best_of_n_are_the_papers(name):
+    config = read(name)
+    if not name.startswith("bo2"):
+        ratio = config.old_logprobs, config.clip_range, config.clip_range_high, config.correction
+        assert ratio == ("engine", 0.2, None, "none")
+    if name.startswith("ppo"):
+        assert (config.loss_type, config.gamma, config.lam, config.vf_coef, config.value_clip_range) == ("clip", 1.0, 0.95, 0.1, 0.2)
+        assert (config.whiten_advantages, config.whiten_rewards, config.score_at) == (True, False, "next_token")
+        assert (config.value_model_path, config.value_warmup_updates) == (None, 0)
+    elif name.startswith("rloo"):
+        assert (config.loss_type, config.ratio_level, config.kl_in) == ("proximal", "sequence", "sampled_reward")
+    else:
+        assert config.loss_type == "best_of_n"
+
+
+def test_what_is_extrapolated_says_so():
+    for name, *_ in POLICY_GRADIENT:
+        papers = name in {"ppo_pythia410m_tldr", "rloo_pythia410m_tldr", "bo2_pythia410m_tldr"}
+        comment = (CONFIGS / f"{name}.yml").read_text(encoding="utf-8").split("dataset_name")[0]
+        assert ("extrapolated" in comment, "The paper's values" in comment) == (not papers, papers), name
+
+
 @pytest.mark.parametrize(("name", "processes", "batch", "values"), SUPERVISED, ids=[row[0] for row in SUPERVISED])
 def test_sft_and_reward_models_are_the_papers(name, processes, batch, values):
     config = read(name)
     forward, accumulated, rows = batch
     assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (forward, accumulated)
     assert forward * accumulated * processes == rows
-    mixed = "bf16" if config.bf16 else "fp16" if config.fp16 else None
     schedule = config.lr_scheduler_type.value
-    assert (config.learning_rate, schedule, config.num_train_epochs, config.max_length, mixed) == values
+    assert (config.learning_rate, schedule, config.num_train_epochs, config.max_length, precision(config)) == values
 
 
 @pytest.mark.parametrize("size", ["410m", "1b", "2.8b"])
 def test_tldr_stages_hand_on_to_each_other(size):
     policy, reward = f"mnoukhov/pythia{size}-sft-tldr", f"mnoukhov/pythia{size}-rm-tldr6.9b"
-    for name in (f"onlinedpo_pythia{size}_tldr{end}" for end in ("", "_bf16_4gpu", "_vllm_bf16_4gpu", "_vllm_bf16_1gpu")):
-        config = read(name)
+    ends = {"onlinedpo": ("", "_bf16_4gpu", "_vllm_bf16_4gpu", "_vllm_bf16_1gpu")}
+    names = [f"{kind}_pythia{size}_tldr{end}" for kind in LOOP for end in ends.get(kind, ("", "_vllm_bf16_4gpu"))]
+    for config in map(read, names):
         assert (config.model_name_or_path, config.sft_model_path, config.reward_model_path) == (policy, policy, reward)
         assert (config.dataset_name, config.prompt_column) == (read("generate_tldr").dataset_name, "query")
     assert read(f"rm_pythia{size}_tldr").model_name_or_path == policy
@@ -118,6 +196,14 @@ def test_tldr_stages_hand_on_to_each_other(size):
     assert read(f"sft_pythia{size}_tldr").model_name_or_path == f"EleutherAI/pythia-{size}-deduped"
     assert read(f"sft_pythia{size}_tldr").completion_only_loss is False
     assert read("relabel_rm").reward_model_path == read("evaluate_tldr").gold_reward_model_path
+
+
+def test_gsm8k_runs_share_data_models_and_episodes():
+    shared = [field.name for field in fields(DataConfig)]
+    shared += ["model_name_or_path", "sft_model_path", "reward_model_path", "generate_config", "evaluate_config", "response_length"]
+    runs = [read(f"{kind}_rho1b_gsm8k_vllm_bf16_4gpu") for kind in LOOP]
+    for name in [*shared, "num_generations", "total_episodes", "learning_rate"]:
+        assert len({str(getattr(config, name)) for config in runs}) == 1, name
 
 
 def test_chat_stages_hand_on_to_each_other():
@@ -217,6 +303,7 @@ EXTRA = {  # what the files leave to the command line
     "rm_minilm_tldr.yml": (*POSTS, "--model_name_or_path=checkpoints/sft_docstrings"),
 }
 PROCESSES = {f"onlinedpo_{name}.yml": processes for name, processes, *_ in ONLINE_DPO}
+PROCESSES |= {f"{name}.yml": processes for name, processes, *_ in POLICY_GRADIENT}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -228,12 +315,12 @@ def test_every_config_takes_a_dry_run_without_the_hub(name, workplace, monkeypat
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(os, "environ", os.environ.copy())  # a script tells its trackers of the run there
     monkeypatch.setattr(sys, "argv", [script.__name__, *arguments, "--dry_run"])
-    if kind == "onlinedpo":
+    if kind in LOOP:
         monkeypatch.setenv("WORLD_SIZE", str(PROCESSES.get(name, 1)))
     script.main()
     said = capsys.readouterr().out
     config = parse(config_class, arguments)
-    if kind == "onlinedpo":
+    if kind in LOOP:
         assert BatchPlan.of(config, PROCESSES.get(name, 1)).describe(config) in said
     data = getattr(config, "dataset_name", None)
     assert data is None or f"{data} on the hub, read when the run starts" in said or (is_local(data) and f"rows of {data}" in said)
