@@ -6,7 +6,7 @@ from tiny_run import settings, train
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from async_rlhf.advantages import leave_one_out
-from async_rlhf.batching import micro_batches
+from async_rlhf.batching import micro_batches, split_to
 from async_rlhf.config import UserError, parse
 from async_rlhf.models import Policy
 from async_rlhf.optimization import ModuleOptimizer
@@ -170,6 +170,11 @@ def test_forwards_hold_rows_of_like_length_within_the_budget():
 def test_rows_that_fit_one_forward_keep_their_order():
     (only,) = micro_batches({"prompt_length": torch.tensor([3, 9, 5]), "response_length": torch.tensor([[1], [2], [3]])}, 3)
     assert only.tolist() == [0, 1, 2]
+
+
+def test_ranks_with_fewer_forwards_split_theirs():
+    chunks = split_to([torch.tensor([4]), torch.tensor([0, 1, 2, 3, 5])], 4)
+    assert len(chunks) == 4 and sorted(torch.cat(chunks).tolist()) == [0, 1, 2, 3, 4, 5] and all(map(len, chunks))
 
 
 def test_equal_scores_teach_rloo_nothing():

@@ -33,5 +33,14 @@ def micro_batches(rows: Tensors, prompts_per_forward: int) -> list[torch.Tensor]
     return [torch.tensor(chunk) for chunk in chunks]
 
 
+def split_to(chunks: list[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """As many chunks as `count`, the largest split: all ranks must go through as many forwards, or ZeRO waits for ever."""
+    chunks = list(chunks)
+    while len(chunks) < count:
+        largest = chunks.pop(max(range(len(chunks)), key=lambda i: len(chunks[i])))
+        chunks += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    return chunks
+
+
 def select(rows: Tensors, indices: torch.Tensor) -> Tensors:
     return {name: tensor[indices.to(tensor.device)] for name, tensor in rows.items()}

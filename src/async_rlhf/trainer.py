@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from async_rlhf import distributed
 from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
-from async_rlhf.batching import micro_batches, select
+from async_rlhf.batching import micro_batches, select, split_to
 from async_rlhf.config import BatchPlan, RLConfig, parse, require
 from async_rlhf.data import Encoder, PromptStream, load_prompts, quiet_libraries
 from async_rlhf.dry_run import check_paths, dry_run
@@ -327,7 +327,9 @@ class Trainer:
         """One optimizer step on the mini-batch; skipped, and counted, where no rank has anything to learn from."""
         units = distributed.all_sum(mini_batch["weight"].sum())
         self.metrics.mean(f"{self.algorithm.name}/skipped_steps", float(units == 0), 1)
-        forwards = [select(mini_batch, chunk) for chunk in micro_batches(mini_batch, self.plan.prompts_per_forward)]
+        chunks = micro_batches(mini_batch, self.plan.prompts_per_forward)
+        chunks = split_to(chunks, max(distributed.all_gather(len(chunks))))
+        forwards = [select(mini_batch, chunk) for chunk in chunks]
         self.optimizer.step(forwards, units, lambda module, rows: self.algorithm.loss(module, rows, self.metrics))
 
     # -- after an update ----------------------------------------------------------------------------------------------------
