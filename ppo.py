@@ -38,7 +38,7 @@ class PPOConfig(OffPolicyConfig, RLConfig):
         "Where the value model starts: a folder or hub name. Default: the reward model if it has the policy's tokens, else the policy.",
     )
     vf_coef: float = setting(0.1, "Weight of the value loss.")
-    value_clip_range: float | None = setting(0.2, "A value counts within this distance of the one at sampling time; null: any.")
+    value_clip_range: float | None = setting(0.2, "A value counts within this distance of the one before the update; null: any.")
     value_warmup_updates: int = setting(0, "First updates that train the value model alone.")
     gamma: float = setting(1.0, "Discount a token.")
     lam: float = setting(0.95, "GAE's λ.")
@@ -59,6 +59,8 @@ class PPOConfig(OffPolicyConfig, RLConfig):
         for name in ("gamma", "lam"):
             require(0 <= getattr(self, name) <= 1, f"{name} {getattr(self, name)}: between 0 and 1")
         require(self.kl_coef >= 0, f"kl_coef {self.kl_coef}: 0 or more")
+        for name in ("value_clip_range", "target_kl", "score_clip"):
+            require(getattr(self, name) is None or getattr(self, name) > 0, f"{name} {getattr(self, name)}: above 0, or null")
         require(self.adaptive_kl_target is None or self.adaptive_kl_target > 0, "adaptive_kl_target: above 0")
         self.check_correction(self.loss_type, "token")
 

@@ -51,14 +51,14 @@ class RLOOConfig(OffPolicyConfig, RLConfig):
         require(k >= 2, f"num_generations {k}: a response is compared with the others of its prompt, so at least 2")
         require(self.kl_coef >= 0, f"kl_coef {self.kl_coef}: 0 or more")
         require(
-            self.loss_type != "copg" or (self.kl_coef > 0 and self.kl_in != "loss"),
-            "loss_type copg holds the KL itself: it needs kl_coef above 0, and no kl_in: loss",
+            self.loss_type != "copg" or (self.kl_coef > 0 and self.kl_in == "reward"),
+            "loss_type copg holds the KL itself: it needs kl_coef above 0, and kl_in: reward",
         )
-        require(
-            self.loss_type not in ("copg", "best_of_n") or self.correction == "none",
-            f"correction {self.correction}: loss_type {self.loss_type} has no ratio to correct",
-        )
-        self.check_correction(SURROGATES.get(self.loss_type, self.loss_type), self.ratio_level)
+        if self.loss_type in ("copg", "best_of_n"):
+            idle = "old_logprobs" if self.old_logprobs != "engine" else "correction" if self.correction != "none" else None
+            require(not idle, f"{idle} {idle and getattr(self, idle)}: loss_type {self.loss_type} has no ratio; leave it out")
+        else:
+            self.check_correction(SURROGATES.get(self.loss_type, self.loss_type), self.ratio_level)
 
 
 class RLOO(Algorithm):
@@ -98,6 +98,8 @@ class RLOO(Algorithm):
         loss = losses.sum()
         if config.kl_in == "loss" and config.kl_coef:
             kl = sequence_sum(kl_estimate(logprobs, rows["ref_logprobs"], mask, config.kl_estimator), mask)
+            if config.loss_type == "best_of_n":
+                kl = kl * rows["weight"][:, None]  # a tied prompt is no unit
             metrics.mean("loss/kl", kl.detach().sum(), weight)
             loss = loss + config.kl_coef * kl.sum()
         policy_metrics(metrics, logprobs, rows["behaviour_logprobs"], mask)

@@ -117,7 +117,7 @@ def test_the_scripts_loss_has_the_enumerations_gradient(k, correction):
     config = settings("model", "prompts", "reward", "out", num_generations=k, per_device_train_batch_size=k, beta=toy.BETA,
                       temperature=1.0, off_policy_correction=correction.name, pair_weight_cap=correction.cap)  # fmt: skip
     algorithm, metrics, table = OnlineDPO(config), Metrics(), Table(policy)
-    batch = algorithm.make_batch(ScoredBatch([], tokens, mask[samples], scores, behaviour, ref), metrics)
+    batch = algorithm.make_batch(ScoredBatch(0, [], tokens, mask[samples], scores, behaviour, ref, torch.zeros(len(scores)), None), metrics)
     batch["weight"] = batch["weight"].double() * toy.probabilities(stale, k)
     algorithm.loss(table, batch, metrics).backward()
     torch.testing.assert_close(table.logits.grad.flatten(), mean, atol=1e-12, rtol=1e-10)

@@ -171,7 +171,7 @@ def scored_batch(scores, lengths, vocabulary=50):
         "response_length": lengths,
     }
     behaviour, reference = (-5 - torch.rand(p, k, width, generator=generator) / 2 for _ in range(2))
-    return ScoredBatch([], tokens, length_mask(lengths, width), scores, behaviour, reference)
+    return ScoredBatch(0, [], tokens, length_mask(lengths, width), scores, behaviour, reference, torch.zeros(len(scores)), None)
 
 
 def test_a_groups_row_is_the_pair_and_then_the_others():

@@ -138,7 +138,14 @@ def test_recomputed_old_logprobs_are_the_trainers_own(model_folder, prompts_file
     [
         (RLOOConfig, ["--num_generations", "1", "--per_device_train_batch_size", "4"], "compared with the others of its prompt"),
         (RLOOConfig, ["--loss_type", "copg", "--kl_coef", "0"], "copg holds the KL itself"),
-        (RLOOConfig, ["--loss_type", "best_of_n", "--correction", "mask_sequence"], "has no ratio to correct"),
+        (
+            RLOOConfig,
+            ["--loss_type", "best_of_n", "--correction", "mask_sequence"],
+            "correction mask_sequence: loss_type best_of_n has no ratio",
+        ),
+        (RLOOConfig, ["--loss_type", "copg", "--old_logprobs", "recompute"], "old_logprobs recompute: loss_type copg has no ratio"),
+        (RLOOConfig, ["--top_p", "0.9"], "does not describe what was sampled"),
+        (PPOConfig, ["--target_kl", "-1"], "target_kl -1.0: above 0, or null"),
         (RLOOConfig, ["--correction", "mask_token"], "with ratio_level sequence a loss is of a whole response"),
         (RLOOConfig, ["--correction", "truncate_sequence"], "set old_logprobs: recompute"),
         (PPOConfig, ["--correction", "truncate_token"], "set old_logprobs: recompute"),

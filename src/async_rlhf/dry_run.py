@@ -15,8 +15,9 @@ from async_rlhf.vllm_utils import choose_device
 def check_paths(config: RLConfig) -> None:
     """Raise `UserError` for a path that cannot be; loads nothing."""
     check_model_path(config.model_name_or_path, "model_name_or_path")
-    if config.sft_model_path:
-        check_model_path(config.sft_model_path, "sft_model_path")
+    for field in ("sft_model_path", "value_model_path"):
+        if getattr(config, field, None):
+            check_model_path(getattr(config, field), field)
     check_reward(config.reward_model_path, "reward_model_path")
     require(config.generator != "replay" or Path(config.replay_path).is_file(), f"replay_path {config.replay_path!r}: no such file")
 

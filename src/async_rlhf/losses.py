@@ -270,7 +270,7 @@ def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float | None = 0.2
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """½·max((V − G)², (V_clip − G)²) a step and whether the clip decided it, `[..., T]` each; V_clip stays within `clip` of the
-    value at sampling time (PPO2; Huang et al. 2022, detail 9). `mask` is that of `step_mask`; `clip=None` is the plain square."""
+    value before the update (PPO2; Huang et al. 2022, detail 9). `mask` is that of `step_mask`; `clip=None` is the plain square."""
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     squares = (values - returns).square()
     if clip is None:

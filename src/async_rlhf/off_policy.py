@@ -32,13 +32,18 @@ class OffPolicyConfig:
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.clip_range > 0, f"clip_range {self.clip_range}: above 0")
+        for name in ("clip_range", "clip_range_high"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name} {value}: above 0")
         band = f"correction_low {self.correction_low}, correction_high {self.correction_high}"
         require(0 <= self.correction_low < self.correction_high, f"{band}: 0 or more, and in order")
         require(self.correction_low <= 1 <= self.correction_high, f"{band}: 1, on-policy, must be inside")
 
     def check_correction(self, surrogate: str, ratio_level: str) -> None:
-        """Raise `UserError` for a correction that has no meaning with this surrogate."""
+        """Raise `UserError` for a correction that has no meaning with this surrogate, and for ratios of what was not sampled from μ."""
+        whole = self.top_p == 1 and self.top_k == 0
+        plain = surrogate == "reinforce" and self.correction == "none"
+        require(whole or plain, "top_p or top_k: a ratio π/μ does not describe what was sampled then; leave them at 1 and 0")
         by_token = ratio_level == "sequence" and self.correction.endswith("_token")
         require(not by_token, f"correction {self.correction}: weighs tokens, and with ratio_level sequence a loss is of a whole response")
         idle = self.correction.startswith("truncate") and surrogate != "reinforce" and self.old_logprobs == "engine"

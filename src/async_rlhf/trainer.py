@@ -286,8 +286,11 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate_module(self, tokens: Tensors, **options) -> Any:
+        module = self.optimizer.unwrapped.eval()
         with self.timers.time("score"), self.accelerator.autocast():
-            return self._forward(self.optimizer.unwrapped, tokens, **options)
+            outputs = self._forward(module, tokens, **options)
+        module.train()
+        return outputs
 
     def _forward(self, module: nn.Module, tokens: Tensors, **options) -> Any:
         """What the module gives for every row, one tensor or several, in the rows' order."""
