@@ -127,3 +127,24 @@ def test_dry_run_prints_the_plan_and_loads_no_model(model_folder, prompts_file, 
     assert "3 training processes" in done.stdout
     assert "checkpoint-4, checkpoint-8, checkpoint-10" in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "fields", "name"),
+    [
+        ("ppo.py", ["--num_generations=1", "--adaptive_kl_target=4"], "loss/value"),
+        ("rloo.py", ["--num_generations=4"], "rloo/advantage_abs"),
+        ("rloo.py", ["--loss_type=best_of_n"], "rloo/tied_frac"),
+    ],
+    ids=["ppo", "rloo", "best of n"],
+)
+def test_the_other_algorithms_run_as_typed(script, fields, name, model_folder, prompts_file, reward_file, tmp_path, run_script):
+    run_script(
+        script, f"--dataset_name={prompts_file}", "--prompt_column=text", f"--model_name_or_path={model_folder}", *fields,
+        f"--reward_model_path={reward_file}:letters", f"--output_dir={tmp_path / 'run'}", "--generator=hf", "--max_staleness=1",
+        "--response_length=6", "--max_prompt_length=32", "--per_device_train_batch_size=8", "--total_episodes=32", "--learning_rate=1e-3",
+    )  # fmt: skip
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) == 4 and name in records[-1] and records[-1]["staleness/batches_max"] == 1
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4") is not None
+    assert (tmp_path / "run" / "checkpoint-4" / "value_model" / "config.json").exists() == (script == "ppo.py")
