@@ -72,6 +72,21 @@ def test_two_batches_stale_and_two_epochs_train_and_save(name, model_folder, pro
         assert {"loss/value", "value/mean", "value/clip_frac", "policy/clip_frac"} <= metrics[-1].keys()
 
 
+def test_ppo_with_adapters_saves_whole_models(model_folder, prompts_file, reward_file, tmp_path):
+    """LoRA on policy and value model, the head trained whole: both folders load without peft."""
+    config = settings(
+        model_folder, prompts_file, reward_file, tmp_path / "run", PPOConfig, use_peft=True, lora_target_modules=["q_proj"], max_staleness=1
+    )
+    metrics, _ = train(config)
+    assert max(record["mismatch/logprob_abs"] for record in metrics) < 1e-4  # the generator samples from the merged policy
+    folder = tmp_path / "run" / "checkpoint-4"
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    value, report = AutoModelForSequenceClassification.from_pretrained(
+        folder / "value_model", dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"] and value.score.weight.abs().sum() > 0
+
+
 def test_value_warm_up_leaves_the_policy_alone(model_folder, prompts_file, reward_file, tmp_path):
     config = settings(model_folder, prompts_file, reward_file, tmp_path / "run", PPOConfig, value_warmup_updates=4)
     metrics, model = train(config)

@@ -256,16 +256,18 @@ def save_model(
     folder: str | os.PathLike,
     state_dict=None,
     card: str | None = None,
-    beside: Mapping[str, PreTrainedModel] | None = None,
+    beside: Mapping[str, tuple[PreTrainedModel, dict]] | None = None,
 ) -> None:
-    """A Hugging Face folder, with the text of its model card, and other models `beside` it in folders of their names: written beside its
-    place and renamed into it, so that it is whole or not there."""
+    """A Hugging Face folder with the text of its model card, and other models `beside` it, with their weights, in folders of their names.
+
+    Written beside its place and renamed into it, so that it is whole or not there.
+    """
     folder = Path(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     model.save_pretrained(temporary, state_dict=state_dict)
     tokenizer.save_pretrained(temporary)
-    for name, other in (beside or {}).items():
-        other.save_pretrained(temporary / name)
+    for name, (other, state) in (beside or {}).items():
+        other.save_pretrained(temporary / name, state_dict=state)
         tokenizer.save_pretrained(temporary / name)
     if card:
         (temporary / "README.md").write_text(card, encoding="utf-8")

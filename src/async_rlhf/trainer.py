@@ -45,7 +45,7 @@ from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, write_rollouts
 from async_rlhf.runs import claim_folder, link_output, place_run, record_run
 from async_rlhf.trackers import log, log_table, open_trackers
 from async_rlhf.vllm_utils import check_engine_model, choose_device, open_generator, trainer_cores
-from async_rlhf.weights import WeightStore, whole_weights
+from async_rlhf.weights import WeightStore, plain_model, whole_weights
 
 PROBE_TOKENS = 48
 TABLE_ROWS = 32
@@ -414,10 +414,9 @@ class Trainer:
 
     def _save(self, updates: int) -> None:
         if distributed.is_main():
-            model = self.optimizer.model.get_base_model() if self.peft else self.optimizer.model
-            state = {name: tensor.cpu() for name, tensor in whole_weights(self.optimizer.model)}
+            model, state = plain_model(self.optimizer.model)
             card = model_card(self.config, self.algorithm_name, self.last_record, self.last_evaluation)
-            beside = self.algorithm.models(self.optimizer.unwrapped)
+            beside = {name: plain_model(other) for name, other in self.algorithm.models(self.optimizer.unwrapped).items()}
             save_model(model, self.tokenizer, self.output / f"checkpoint-{updates}", state, card=str(card), beside=beside)
 
 

@@ -4,6 +4,7 @@ The trainer publishes, the generation thread waits for a version and loads it; n
 A snapshot is one safetensors file in shared memory (or in any folder that both sides see).
 """
 
+import re
 import shutil
 import tempfile
 import threading
@@ -122,11 +123,17 @@ def whole_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
     """(name, tensor) of every weight as the plain checkpoint has it: tied weights once, LoRA merged without touching the model."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or ".original_module." in name:  # the latter has a trained copy beside it
             continue
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner in layers and leaf == "weight":
             layer = layers[owner]
             parameter = parameter + sum(layer.get_delta_weight(adapter) for adapter in layer.active_adapters)
-        plain = name.replace(".base_layer.", ".").removeprefix("base_model.model.")
+        plain = re.sub(r"\.modules_to_save\.\w+\.", ".", name.replace(".base_layer.", ".")).removeprefix("base_model.model.")
         yield plain, parameter.detach().to(dtype or parameter.dtype)
+
+
+def plain_model(model: nn.Module) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The `transformers` model under an adapter, or the model itself, and its whole weights on the CPU: what `save_pretrained` takes."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base, {name: tensor.cpu() for name, tensor in whole_weights(model)}
