@@ -59,9 +59,9 @@ def test_fp16_trains_float32_weights_with_a_scaler_and_publishes_float16(
         async_rlhf.trainer, "open_generator", lambda *args, **kwargs: engines.append(args[3]) or open_generator(*args, **kwargs)
     )
 
-    def record(model, dtype=None):
-        for name, tensor in original(model, dtype) if dtype else original(model):
-            published.add(tensor.dtype if dtype else None)
+    def record(model, dtype):
+        for name, tensor in original(model, dtype):
+            published.add(tensor.dtype)
             yield name, tensor
 
     monkeypatch.setattr(async_rlhf.trainer, "whole_weights", record)
@@ -71,7 +71,9 @@ def test_fp16_trains_float32_weights_with_a_scaler_and_publishes_float16(
     metrics, model = train(config)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert [loaded.dtype for loaded in loads] == [torch.float32, torch.float16]  # the policy, and the frozen reference
-    assert published == {torch.float16, None} and engines == ["float16"]  # checkpoints are float32, the engine's weights float16
+    assert published == {torch.float16} and engines == ["float16"]
+    saved = load_file(tmp_path / "run" / "checkpoint-4" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     start = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True))
     assert metrics[0]["loss/policy"] == pytest.approx(math.log(2), abs=1e-3)
