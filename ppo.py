@@ -39,7 +39,7 @@ class PPOConfig(OffPolicyConfig, RLConfig):
     )
     vf_coef: float = setting(0.1, "Weight of the value loss.")
     value_clip_range: float | None = setting(0.2, "A value counts within this distance of the one before the update; null: any.")
-    value_warmup_updates: int = setting(0, "First updates that train the value model alone.")
+    value_warmup_updates: int = setting(0, "First updates in which the policy's gradient is 0 (weight decay, if any, goes on).")
     gamma: float = setting(1.0, "Discount a token.")
     lam: float = setting(0.95, "GAE's λ.")
     score_at: Literal["last_token", "next_token"] = setting(
@@ -61,7 +61,9 @@ class PPOConfig(OffPolicyConfig, RLConfig):
         require(self.kl_coef >= 0, f"kl_coef {self.kl_coef}: 0 or more")
         for name in ("value_clip_range", "target_kl", "score_clip"):
             require(getattr(self, name) is None or getattr(self, name) > 0, f"{name} {getattr(self, name)}: above 0, or null")
-        require(self.adaptive_kl_target is None or self.adaptive_kl_target > 0, "adaptive_kl_target: above 0")
+        steered = self.adaptive_kl_target is not None
+        for name in ("adaptive_kl_target", "adaptive_kl_horizon", "kl_coef"):
+            require(not steered or getattr(self, name) > 0, f"{name} {getattr(self, name)}: above 0 where adaptive_kl_target is set")
         self.check_correction(self.loss_type, "token")
 
 
@@ -79,13 +81,12 @@ class PPO(Algorithm):
     def kl_coef(self) -> float:
         return self.controller.coef
 
-    def module(self, policy: Policy, reward) -> ActorCritic:
+    def module(self, policy: Policy, reward, mixed_precision: bool) -> ActorCritic:
         config = self.config
-        path = config.value_model_path
-        if path is None:
-            reads_tokens = isinstance(reward, RewardModel) and reward.reuses_ids
-            path = config.reward_model_path if reads_tokens else config.model_name_or_path
-        value = load_value_model(config, path, policy.vocabulary, config.bf16 or config.fp16)
+        path, vocabulary = config.value_model_path, policy.vocabulary
+        if path is None and isinstance(reward, RewardModel) and reward.reuses_ids:
+            path, vocabulary = config.reward_model_path, None  # the same tokens, whatever the padding of the embeddings
+        value = load_value_model(config, path or config.model_name_or_path, vocabulary, mixed_precision)
         return ActorCritic(policy, ValueModel(value, config.share_prompts))
 
     def models(self, module: ActorCritic) -> dict:
@@ -140,7 +141,7 @@ class PPO(Algorithm):
         tokens = mask.sum()
         policy = corrected_loss(config, config.loss_type, "token", logprobs, rows, mask, metrics).sum()
         losses, clipped = value_loss(values[..., : steps.shape[-1]], rows["values"], rows["returns"], steps, config.value_clip_range)
-        value = torch.where(steps, losses, 0.0).sum()
+        value = torch.where(steps, losses, 0.0).sum()  # divided by tokens too: with next_token one step a response more
         metrics.mean("loss/policy", policy.detach(), tokens)
         metrics.mean("loss/value", value.detach(), steps.sum())
         metrics.mean("value/clip_frac", (clipped & steps).sum(), steps.sum())

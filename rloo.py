@@ -19,7 +19,7 @@ from async_rlhf.config import RLConfig, require, run_script, setting
 from async_rlhf.losses import copg_loss, kl_estimate, select_pairs, sequence_sum, supervised_loss
 from async_rlhf.metrics import Metrics, policy_metrics
 from async_rlhf.models import TOKEN_FIELDS, Policy, length_mask
-from async_rlhf.off_policy import OffPolicyConfig, corrected_loss, old_logprobs
+from async_rlhf.off_policy import OffPolicyConfig, corrected_loss, ratio_tensors
 from async_rlhf.trainer import run_algorithm
 
 SURROGATES = {"proximal": "clip"}  # what losses.policy_loss calls it
@@ -79,7 +79,7 @@ class RLOO(Algorithm):
             responses = ("response_ids", "response_length", "behaviour_logprobs", "ref_logprobs")
             return batch | {name: batch[name][rows, best[:, None]] for name in responses} | {"weight": (~tied).float()}
         weight = torch.full_like(scored.scores[:, 0], self.config.num_generations)
-        return batch | {"scores": scored.scores, "weight": weight} | old_logprobs(self.config, scored)
+        return batch | {"scores": scored.scores, "weight": weight} | ratio_tensors(self.config, scored)
 
     def loss(self, module: Policy, rows: Tensors, metrics: Metrics) -> torch.Tensor:
         config = self.config

@@ -62,6 +62,10 @@ def study(config: StudyConfig, name: str, stale: int, seed: int) -> dict:
                 "gold evaluation": ["load_and_eval.py", "configs/evaluate_tiny.yml", f"--model_name_or_path={output}"],
             }
         )
+    record = json.loads((output / "run_config.json").read_text())
+    for field in ("reward_model_path", "generator", "total_episodes"):
+        wanted = getattr(config, field)
+        require(wanted in (None, record[field]), f"{field} {wanted}: the run in {output} has {record[field]}; name another output_dir")
     last = list(json.loads((output / "_evaluation" / "results.json").read_text())["checkpoints"].values())[-1]
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return last | {"seconds": float(np.median([record["time/update"] for record in metrics[1:]]))}

@@ -130,9 +130,15 @@ def test_a_checkpoint_has_a_card_and_is_pushed_when_asked(model_folder, prompts_
     card = ModelCard.load(tmp_path / "results" / "dpo" / "checkpoint-4" / "README.md")
     assert card.data.library_name == "transformers" and "onlinedpo" in card.data.tags
     text = card.text
-    assert "| algorithm | OnlineDPO |" in text and "| reward | " in text and f"| prompts | {prompts_file}, split train |" in text
+    assert (
+        "| algorithm | OnlineDPO, loss_type sigmoid |" in text
+        and "| reward | " in text
+        and f"| prompts | {prompts_file}, split train |" in text
+    )
     assert "max_staleness 1 (asynchronous, sampled 1 batches behind), weight_update exact" in text
-    assert f"| objective/score | {metrics[-1]['objective/score']:.4g} |" in text and "| eval/score | " in text
+    assert (
+        f"| objective/score | {metrics[-1]['objective/score']:.4g} |" in text and "| eval/version | 4 |" in text
+    )  # the last checkpoint's own evaluation
     create, upload = RecordingHub.calls
     assert create == ("create", "dpo", True)
     assert upload[:3] == ("upload", "someone/dpo", "checkpoint-4") and {"README.md", "model.safetensors", "tokenizer.json"} <= set(

@@ -29,6 +29,20 @@ def sft(work, prompts_file, run_script):
     return work / "sft"
 
 
+def test_sft_with_an_adapter_gives_a_whole_model(work, sft, prompts_file, run_script):
+    output = work / "sft_lora"
+    run_script(
+        "sft.py", f"--model_name_or_path={sft}", f"--dataset_name={prompts_file}", "--prompt_column=text", "--completion_column=answer",
+        "--use_peft", "--lora_target_modules=q_proj", "--max_length=48", "--max_steps=3", "--learning_rate=1e-2", f"--output_dir={output}",
+        "--save_strategy=no",
+    )  # fmt: skip
+    names = {path.name for path in output.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "run_config.json"} <= names and "adapter_config.json" not in names
+    before, after = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (sft, output))
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed and all("q_proj" in name for name in changed)
+
+
 @pytest.fixture(scope="module")
 def pairs(work, sft, prompts_file, reward_file, run_script):
     done = run_script(

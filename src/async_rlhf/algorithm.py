@@ -23,7 +23,7 @@ class ScoredBatch:
     `tokens` are those of `pad_tokens`; `mask [p, k, R]`; `scores [p, k]` with the missing-eos penalty applied; and
     `behaviour_logprobs`, the generator's own, and `ref_logprobs`, the reference's, `[p, k, R]`, at the sampling temperature.
     `steps_behind [p]` counts the optimizer steps that the sampling snapshot lacks before the update.
-    `evaluate()` gives what the trained module says of all rows now, before the update, without gradients; every rank calls it or none.
+    `evaluate()` gives what the trained module says of all rows now, before the update, without gradients.
     """
 
     update: int
@@ -49,7 +49,7 @@ class Algorithm:
     def __init__(self, config: RLConfig):
         self.config = config
 
-    def module(self, policy: Policy, reward: Reward) -> nn.Module:
+    def module(self, policy: Policy, reward: Reward, mixed_precision: bool) -> nn.Module:
         """What is trained: the policy, or a module whose `policy` it is."""
         return policy
 

@@ -8,11 +8,12 @@ MAX_PADDING = 0.1
 
 
 def micro_batches(rows: Tensors, prompts_per_forward: int) -> list[torch.Tensor]:
-    """Indices of the rows of each forward, those with the longest prompts first.
+    """Indices of the rows of each forward, the longest rows first.
 
-    The budget is what `prompts_per_forward` rows as long as the longest one take, padded: a forward of short rows holds more of
-    them, and needs no more memory. A row that would make more than a tenth of a forward padding begins the next one. A row is a prompt
-    `[P]` with its responses `[k, R]`, as `pad_tokens` makes it. Rows that fit one forward stay together, in their order.
+    The budget is what `prompts_per_forward` rows as long as the longest one take, padded, in all tokens and in those of responses, which
+    have logits: a forward of short rows holds more of them, and needs no more memory. A row that would make more than a tenth of a
+    forward padding, beside that within its k responses, begins the next one. A row is a prompt `[P]` with its responses `[k, R]`, as
+    `pad_tokens` makes it. Up to `prompts_per_forward` rows stay together, in their order.
     """
     prompts, responses = rows["prompt_length"].tolist(), rows["response_length"].amax(1).tolist()
     k, count = rows["response_length"].shape[1], len(prompts)
@@ -21,10 +22,13 @@ def micro_batches(rows: Tensors, prompts_per_forward: int) -> list[torch.Tensor]
         return [torch.arange(count)]
     chunks: list[list[int]] = []
     widest = longest = used = 0
-    for i in sorted(range(count), key=lambda i: (-prompts[i], -responses[i])):
+    by_prompt = sum(prompts) >= k * sum(responses)  # what decides a row's length
+    for i in sorted(range(count), key=lambda i: (-prompts[i], -responses[i]) if by_prompt else (-responses[i], -prompts[i])):
         tokens = prompts[i] + k * responses[i]
         padded = (len(chunks[-1]) + 1) * (max(widest, prompts[i]) + k * max(longest, responses[i])) if chunks else 0
-        if chunks and padded <= budget and used + tokens >= (1 - MAX_PADDING) * padded:
+        says = (len(chunks[-1]) + 1) * max(longest, responses[i]) if chunks else 0
+        fits = padded <= budget and says <= prompts_per_forward * max(responses)
+        if chunks and fits and used + tokens >= (1 - MAX_PADDING) * padded:
             chunks[-1].append(i)
             widest, longest, used = max(widest, prompts[i]), max(longest, responses[i]), used + tokens
         else:

@@ -182,7 +182,9 @@ class RLConfig(RunConfig, DataConfig, ModelConfig, GeneratorConfig):
     num_generations: int = setting(2, "Completions sampled a prompt, k.")
     total_episodes: int = setting(10_000, "Completions to train on in all; rounded up to whole batches.")
     per_device_train_batch_size: int = setting(16, "Completions a process holds in one forward; a multiple of `num_generations`.")
-    gradient_accumulation_steps: int = setting(1, "Forwards an optimizer step.")
+    gradient_accumulation_steps: int = setting(
+        1, "Times that many completions an optimizer step; forwards are cut by length, so there may be fewer or more."
+    )
 
     learning_rate: float = setting(3e-6, "Peak learning rate of AdamW.")
     lr_scheduler_type: str = setting("linear", "Schedule over the optimizer steps: linear, cosine, constant, constant_with_warmup, ...")

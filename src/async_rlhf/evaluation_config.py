@@ -126,7 +126,10 @@ def _parse(config_class: type[Config], companion: type, key: str, defaults: Call
     own = {f.name for f in fields(config_class)}
     theirs = [(f.name, f.type, _like(f, f"{companion.__name__}: ")) for f in fields(companion) if f.name not in own]
     both = make_dataclass(config_class.__name__, theirs, bases=(config_class,))
-    run_file = run_settings(parse(both, argv).model_name_or_path).get(key)
+    run = parse(both, argv).model_name_or_path
+    run_file = run_settings(run).get(key)
+    here = run_file is None or Path(run_file).is_file()
+    require(here, f"the run_config.json of {run!r} names {key} {run_file!r}, which is not here: start from the project's folder")
     values = defaults(parse(both, argv, beneath=run_file))
     given = [(f.name, f.type, setting(values[f.name], f.metadata["help"])) for f in fields(both) if f.name in values]
     return parse(make_dataclass(config_class.__name__, given, bases=(both,)), argv, beneath=run_file)

@@ -35,7 +35,7 @@ def model_card(config: RLConfig, algorithm: str, trained: Mapping[str, float], e
     )
     mode = "synchronous, on-policy" if config.max_staleness == 0 else f"asynchronous, sampled {config.max_staleness} batches behind"
     facts = {
-        "algorithm": algorithm,
+        "algorithm": f"{algorithm}, loss_type {config.loss_type}",
         "policy before": config.model_name_or_path,
         "reward": config.reward_model_path,
         "prompts": f"{config.dataset_name}, split {config.train_split}",
@@ -53,7 +53,8 @@ def model_card(config: RLConfig, algorithm: str, trained: Mapping[str, float], e
         f"---\n{data.to_yaml()}\n---\n\n# {config.run_name or Path(config.output_dir).name}",
         f"A language model trained with async-rlhf, by {algorithm}.",
         _table("setting", facts),
-        "## Scores\n\nThe last training batch, scored by the reward above, and held-out prompts (`eval/`) where there were any.",
+        "## Scores\n\nThe last training batch, scored by the reward above, and held-out prompts (`eval/`, sampled after `eval/version` "
+        "updates) where there were any.",
         _table("metric", {name: f"{value:.4g}" for name, value in scores.items()}),
     ]
     return ModelCard("\n\n".join(parts) + "\n")

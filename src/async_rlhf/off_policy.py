@@ -43,6 +43,9 @@ class OffPolicyConfig:
         """Raise `UserError` for a correction that has no meaning with this surrogate, and for ratios of what was not sampled from μ."""
         whole = self.top_p == 1 and self.top_k == 0
         plain = surrogate == "reinforce" and self.correction == "none"
+        require(
+            not (plain and self.old_logprobs != "engine"), f"old_logprobs {self.old_logprobs}: reinforce without a correction has no ratio"
+        )
         require(whole or plain, "top_p or top_k: a ratio π/μ does not describe what was sampled then; leave them at 1 and 0")
         by_token = ratio_level == "sequence" and self.correction.endswith("_token")
         require(not by_token, f"correction {self.correction}: weighs tokens, and with ratio_level sequence a loss is of a whole response")
@@ -50,7 +53,7 @@ class OffPolicyConfig:
         require(not idle, f"correction {self.correction}: with old_logprobs engine the ratio is complete; set old_logprobs: recompute")
 
 
-def old_logprobs(config: OffPolicyConfig, scored: ScoredBatch) -> Tensors:
+def ratio_tensors(config: OffPolicyConfig, scored: ScoredBatch) -> Tensors:
     """What the batch carries for the ratio: the trainer's log-probabilities before the update, or how stale each row is then."""
     if config.old_logprobs == "recompute":
         return {"old_logprobs": scored.evaluate()}

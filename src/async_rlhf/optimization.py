@@ -1,10 +1,12 @@
-"""Optimizer steps on the policy, under DDP or DeepSpeed ZeRO-2, in full or mixed precision."""
+"""Optimizer steps on the trained module, under DDP or DeepSpeed ZeRO-2, in full or mixed precision."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from transformers import get_scheduler
 
@@ -22,7 +24,13 @@ def open_accelerator(config: RLConfig) -> Accelerator:
     """
     require(torch.cuda.is_available() or not config.fp16, "fp16 needs a GPU; on a CPU train in float32")
     precision = "bf16" if config.bf16 else "fp16" if config.fp16 else None
-    accelerator = Accelerator(mixed_precision=precision, log_with=wanted(config.report_to) or None, project_dir=config.output_dir)
+    patience = timedelta(seconds=config.generator_timeout + 600)  # ranks wait for rank 0, which may wait for the generator
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        log_with=wanted(config.report_to) or None,
+        project_dir=config.output_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)],
+    )
     require(accelerator.distributed_type != DistributedType.FSDP, "the RL loop does not run under FSDP yet: use DDP or ZeRO-2")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plugin = accelerator.state.deepspeed_plugin

@@ -10,8 +10,10 @@ from transformers import Trainer
 from async_rlhf import distributed
 from async_rlhf.config import DataConfig, ModelConfig, RunConfig, setting
 from async_rlhf.data import describe_split, load_split, quiet_libraries
+from async_rlhf.models import save_model
 from async_rlhf.runs import link_output, place_run, record_run
 from async_rlhf.trackers import export_identity
+from async_rlhf.weights import plain_model
 
 
 @dataclass
@@ -61,7 +63,15 @@ def print_plan(config: SupervisedConfig, title: str, columns: set[str]) -> None:
 def finish(trainer: Trainer, config: SupervisedConfig, algorithm: str) -> None:
     """Train, save, and leave the run's record and link."""
     trainer.train()
-    trainer.save_model()
+    if config.use_peft:  # whole, so that every other script can load it
+        if distributed.is_main():
+            model, state = plain_model(trainer.accelerator.unwrap_model(trainer.model))
+            save_model(model, trainer.processing_class, Path(config.output_dir) / "whole", state)
+            for path in (Path(config.output_dir) / "whole").iterdir():
+                path.replace(Path(config.output_dir) / path.name)
+            (Path(config.output_dir) / "whole").rmdir()
+    else:
+        trainer.save_model()
     if distributed.is_main():
         record_run(Path(config.output_dir), algorithm, config.to_dict())
         link_output(Path(config.output_dir))

@@ -14,7 +14,9 @@ def wanted(report_to: str | Sequence[str]) -> list[str]:
 
 
 def export_identity(config: RunConfig) -> None:
-    """Tell wandb by its environment which run this is: for TRL's trainers, which open it themselves."""
+    """Tell the trackers which run this is, for TRL's trainers, which open them: wandb by its environment, Trackio by the name."""
+    if "trackio" in wanted(config.report_to):
+        config.run_name = config.wandb_run_id
     if "wandb" in wanted(config.report_to):
         os.environ |= {"WANDB_PROJECT": config.project, "WANDB_RUN_ID": config.wandb_run_id, "WANDB_RESUME": "allow"}
 

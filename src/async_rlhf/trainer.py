@@ -75,7 +75,7 @@ class Trainer:
         self._check_model()
         if distributed.is_main():
             claim_folder(self.output, config.overwrite_output_dir)
-        open_trackers(self.accelerator, asdict(config))
+            open_trackers(self.accelerator, asdict(config))
         self._bind_to_cores()
         self._load_models()
         if distributed.is_main():  # from here on the folder holds a run
@@ -120,13 +120,12 @@ class Trainer:
         config, device = self.config, self.accelerator.device
         model = load_causal_lm(config, dtype=trained_dtype(config, self.accelerator.mixed_precision != "no"))
         self.end_ids = end_token_ids(model, self.tokenizer, config.stop_token_ids)
+        disable_dropout(model)
         self.peft = lora_config(config)
-        if self.peft:
+        if self.peft:  # its own dropout, `lora_dropout`, is on in training alone
             from peft import get_peft_model
 
             model = get_peft_model(model, self.peft)
-        else:
-            disable_dropout(model)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         self.reference = None
@@ -141,13 +140,14 @@ class Trainer:
             dtype=getattr(torch, config.torch_dtype, torch.float32),
             trust_remote_code=config.trust_remote_code,
         )
-        module = self.algorithm.module(Policy(model, config.share_prompts), self.reward).train()
+        mixed_precision = self.accelerator.mixed_precision != "no"
+        module = self.algorithm.module(Policy(model, config.share_prompts), self.reward, mixed_precision).train()
         self.optimizer = ModuleOptimizer(self.accelerator, config, module, self.plan.optimizer_steps)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        config = self.config
+        config, main = self.config, distributed.is_main()  # asked now: at the end there are no ranks any more
         self.store = WeightStore(config.max_staleness + 1, config.snapshot_dir)
         self.pipeline = self._open_pipeline() if distributed.is_main() else None
         self.bar = tqdm(total=self.plan.updates, unit="update", disable=not distributed.is_main(), mininterval=1.0)
@@ -167,13 +167,15 @@ class Trainer:
                     self._save(update + 1)
             if config.eval_steps:
                 self._next_batch(self.plan.updates)
+                if main:
+                    (self.output / f"checkpoint-{self.plan.updates}" / "README.md").write_text(self._card(), encoding="utf-8")
         finally:
             self.bar.close()
             if self.pipeline:
                 self.pipeline.close()
             self.store.close()
             self.accelerator.end_training()
-        if distributed.is_main():
+        if main:
             link_output(self.output)
             if config.push_to_hub:
                 print(f"pushed to {push_checkpoint(self.output / f'checkpoint-{self.plan.updates}', config)}")
@@ -400,7 +402,7 @@ class Trainer:
             "eval/eos_frac": float(np.mean([row[2] for row in rows])),
             "eval/response_length": float(np.mean([len(rollout.response_ids) for rollout in batch.rollouts])),
         }
-        self.last_evaluation = values
+        self.last_evaluation = values | {"eval/version": batch.version}
         if distributed.is_main():
             record = {"version": batch.version, "step": batch.version, "episode": batch.version * self.plan.completions, **values}
             append_json(self.output / "eval.jsonl", record)
@@ -415,9 +417,11 @@ class Trainer:
     def _save(self, updates: int) -> None:
         if distributed.is_main():
             model, state = plain_model(self.optimizer.model)
-            card = model_card(self.config, self.algorithm_name, self.last_record, self.last_evaluation)
             beside = {name: plain_model(other) for name, other in self.algorithm.models(self.optimizer.unwrapped).items()}
-            save_model(model, self.tokenizer, self.output / f"checkpoint-{updates}", state, card=str(card), beside=beside)
+            save_model(model, self.tokenizer, self.output / f"checkpoint-{updates}", state, self._card(), beside)
+
+    def _card(self) -> str:
+        return str(model_card(self.config, self.algorithm_name, self.last_record, self.last_evaluation))
 
 
 def run_algorithm(config_class: type[RLConfig], algorithm_class: type[Algorithm]) -> None:
