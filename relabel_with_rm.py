@@ -24,7 +24,7 @@ from datasets import Features, Value, load_from_disk
 from transformers import AutoConfig
 
 from async_rlhf.config import DataConfig, GeneratorConfig, ModelConfig, UserError, parse, require, run_script, setting
-from async_rlhf.data import Encoder, is_local, load_prompts, load_split, quiet_libraries
+from async_rlhf.data import Encoder, describe_split, load_prompts, load_split, quiet_libraries
 from async_rlhf.generation import Sampling
 from async_rlhf.losses import penalize_missing_eos, select_pairs
 from async_rlhf.models import check_model_path, end_token_ids, load_tokenizer
@@ -120,11 +120,8 @@ def main() -> None:
 
 
 def print_plan(config: RelabelConfig, parts: Parts) -> None:
-    rows = f"{config.dataset_name} on the hub, read when the run starts"
-    if is_local(config.dataset_name):
-        rows = f"{len(load_split(config, 'train', config.columns()))} rows of {config.dataset_name}"
     how = f"sampled from {config.model_name_or_path}, best and worst of {config.num_generations}" if config.makes_pairs else "relabelled"
-    print(f"{'prompts' if config.makes_pairs else 'pairs'}: {rows}")
+    print(describe_split(config, "train", config.columns())[0])
     print(f"pairs {how}, scored by {config.reward_model_path}, {config.chunk_size} rows at a time; saved in {config.output_dir}")
     if parts.folder.exists():
         print(f"{len(parts.done())} parts of {config.chunk_size} rows are done in {parts.folder}: the run continues with the others")

@@ -314,18 +314,22 @@ def flags(arguments: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             yield name, value if equals else after
 
 
-COMMANDS = [command for page in PAGES if page != RUN_FOR_REAL for command in commands_of(page)]
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_every_command_runs(command, tmp_path, monkeypatch):
-    place = Workplace(tmp_path, monkeypatch, files_of(command.page))
+def run_as_documented(place, command) -> None:
+    """Run the command; where the page shows an error below it, that must be what it says."""
     if command.error is None:
         place.run(command.text)
     else:
         with pytest.raises(UserError) as raised:
             place.run(command.text)
         assert f"error: {raised.value}" == command.error
+
+
+COMMANDS = [command for page in PAGES if page != RUN_FOR_REAL for command in commands_of(page)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_every_command_runs(command, tmp_path, monkeypatch):
+    run_as_documented(Workplace(tmp_path, monkeypatch, files_of(command.page)), command)
 
 
 PAGE = """

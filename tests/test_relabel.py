@@ -247,8 +247,8 @@ def test_only_settings_that_change_the_result_are_held_to(tmp_path, reward, rela
 
 def test_a_dry_run_leaves_the_hub_alone_and_makes_nothing(tmp_path, reward, relabel):
     fields = dict(reward_model_path=reward, output_dir=tmp_path / "out")
-    assert "pairs: someone/pairs on the hub, read when the run starts" in relabel(dataset_name="someone/pairs", dry_run=True, **fields)
-    assert "pairs: 10 rows of " in relabel(dataset_name=write_pairs(tmp_path / "pairs.jsonl"), dry_run=True, **fields)
+    assert "train: someone/pairs on the hub, read when the run starts" in relabel(dataset_name="someone/pairs", dry_run=True, **fields)
+    assert "train: 10 rows of " in relabel(dataset_name=write_pairs(tmp_path / "pairs.jsonl"), dry_run=True, **fields)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "reward.py"]
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from test_docs import RUN_FOR_REAL, Workplace, commands_of, files_of, split_page
-
-from async_rlhf.config import UserError
+from test_docs import RUN_FOR_REAL, Workplace, commands_of, files_of, run_as_documented, split_page
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +20,7 @@ def reader(tmp_path_factory) -> Path:
     for command in commands_of(RUN_FOR_REAL):
         with pytest.MonkeyPatch.context() as patch:
             place = Workplace(folder, patch, files, dry=command.text.startswith("accelerate"))
-            if command.error is None:
-                place.run(command.text)
-            else:
-                with pytest.raises(UserError) as raised:
-                    place.run(command.text)
-                assert f"error: {raised.value}" == command.error
+            run_as_documented(place, command)
         os.sched_setaffinity(0, affinity)
         torch.set_num_threads(threads)
     return folder

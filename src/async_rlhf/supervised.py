@@ -10,7 +10,6 @@ from transformers import Trainer
 from async_rlhf import distributed
 from async_rlhf.config import DataConfig, ModelConfig, RunConfig, setting
 from async_rlhf.data import describe_split, load_split, quiet_libraries
-from async_rlhf.models import save_model
 from async_rlhf.runs import link_output, place_run, record_run
 from async_rlhf.trackers import export_identity
 from async_rlhf.weights import plain_model
@@ -63,15 +62,13 @@ def print_plan(config: SupervisedConfig, title: str, columns: set[str]) -> None:
 def finish(trainer: Trainer, config: SupervisedConfig, algorithm: str) -> None:
     """Train, save, and leave the run's record and link."""
     trainer.train()
-    if config.use_peft:  # whole, so that every other script can load it
-        if distributed.is_main():
-            model, state = plain_model(trainer.accelerator.unwrap_model(trainer.model))
-            save_model(model, trainer.processing_class, Path(config.output_dir) / "whole", state)
-            for path in (Path(config.output_dir) / "whole").iterdir():
-                path.replace(Path(config.output_dir) / path.name)
-            (Path(config.output_dir) / "whole").rmdir()
-    else:
+    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled  # only the trainer can gather it then, and saves the adapter alone
+    if sharded or not config.use_peft:
         trainer.save_model()
+    elif distributed.is_main():  # whole, so that every other script can load it
+        model, state = plain_model(trainer.accelerator.unwrap_model(trainer.model))
+        model.save_pretrained(config.output_dir, state_dict=state)
+        trainer.processing_class.save_pretrained(config.output_dir)
     if distributed.is_main():
         record_run(Path(config.output_dir), algorithm, config.to_dict())
         link_output(Path(config.output_dir))
