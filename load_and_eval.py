@@ -36,7 +36,7 @@ from async_rlhf.evaluation import (
 )
 from async_rlhf.evaluation_config import SETTINGS_FILE, SFT, TRACKER_FIELDS, EvaluateConfig, generations_folder, parse_evaluate_config
 from async_rlhf.models import Policy, check_model_path, load_causal_lm, load_tokenizer, pad_tokens
-from async_rlhf.rewards import Sample, check_reward, load_reward, score_samples
+from async_rlhf.rewards import RewardContext, Sample, load_rewards, read_rewards
 from async_rlhf.rewards.model import same_vocabulary
 from async_rlhf.runs import run_folder, run_settings
 from async_rlhf.trackers import log_past, log_table, open_trackers, wanted
@@ -49,7 +49,7 @@ def main() -> None:
     config = parse_evaluate_config()
     quiet_libraries()
     folder = generations_folder(config.dataset_path, config.model_name_or_path)
-    check_reward(config.gold_reward_model_path, "gold_reward_model_path")
+    read_rewards([config.gold_reward_model_path], "gold_reward_model_path")
     if config.sft_model_path:
         check_model_path(config.sft_model_path, "sft_model_path")
     if config.dry_run and not (folder / SETTINGS_FILE).exists():
@@ -150,14 +150,9 @@ class Judges:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.pad_id = tokenizer.pad_token_id
         self._scores: dict[tuple, float] = {}
-        self.gold = load_reward(
-            config.gold_reward_model_path,
-            device,
-            policy_tokenizer=tokenizer,
-            batch_size=config.batch_size,
-            dtype=getattr(torch, config.torch_dtype, torch.float32),
-            trust_remote_code=config.trust_remote_code,
-        )
+        dtype = getattr(torch, config.torch_dtype, torch.float32)
+        context = RewardContext(device, tokenizer, config.batch_size, dtype, config.trust_remote_code)
+        self.gold = load_rewards([config.gold_reward_model_path], "gold_reward_model_path", context)
         self.sft = Policy(load_causal_lm(config, config.sft_model_path).to(device)).eval() if config.sft_model_path else None
 
     def score_references(self, record: Generations) -> np.ndarray:
@@ -186,7 +181,7 @@ class Judges:
                 if (key := (i, *said["ids"])) not in self._scores:
                     new[key] = Sample(row["prompt"], said["text"], row["prompt_ids"], said["ids"], said["finished"], row["row"])
         if new:
-            scores = score_samples(self.gold, list(new.values()), self.config.gold_reward_model_path)
+            scores = self.gold.score(list(new.values())).total
             self._scores.update(zip(new, scores.tolist(), strict=True))
         return np.array([[self._scores[i, *said["ids"]] for said in group] for i, group in enumerate(responses)])
 

@@ -20,6 +20,7 @@ from async_rlhf.losses import value_loss
 from async_rlhf.metrics import Metrics, policy_metrics
 from async_rlhf.models import TOKEN_FIELDS, Policy, length_mask
 from async_rlhf.off_policy import OffPolicyConfig, corrected_loss
+from async_rlhf.rewards import RewardSet
 from async_rlhf.rewards.model import RewardModel
 from async_rlhf.trainer import run_algorithm
 from async_rlhf.value import ActorCritic, ValueModel, load_value_model
@@ -35,7 +36,7 @@ class PPOConfig(OffPolicyConfig, RLConfig):
     )
     value_model_path: str | None = setting(
         None,
-        "Where the value model starts: a folder or hub name. Default: the reward model if it has the policy's tokens, else the policy.",
+        "Where the value model starts: a folder or hub name. Default: the reward model that reads the policy's tokens, else the policy.",
     )
     vf_coef: float = setting(0.1, "Weight of the value loss.")
     value_clip_range: float | None = setting(0.2, "A value counts within this distance of the one before the update; null: any.")
@@ -81,11 +82,12 @@ class PPO(Algorithm):
     def kl_coef(self) -> float:
         return self.controller.coef
 
-    def module(self, policy: Policy, reward, mixed_precision: bool) -> ActorCritic:
+    def module(self, policy: Policy, rewards: RewardSet, mixed_precision: bool) -> ActorCritic:
         config = self.config
         path, vocabulary = config.value_model_path, policy.vocabulary
-        if path is None and isinstance(reward, RewardModel) and reward.reuses_ids:
-            path, vocabulary = config.reward_model_path, None  # the same tokens, whatever the padding of the embeddings
+        models = [part for part in rewards.parts if isinstance(part.reward, RewardModel) and part.reward.reuses_ids]
+        if path is None and len(models) == 1:
+            path, vocabulary = models[0].settings.model, None  # the same tokens, whatever the padding of the embeddings
         value = load_value_model(config, path or config.model_name_or_path, vocabulary, mixed_precision)
         return ActorCritic(policy, ValueModel(value, config.share_prompts))
 

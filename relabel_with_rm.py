@@ -29,7 +29,7 @@ from async_rlhf.generation import Sampling
 from async_rlhf.losses import penalize_missing_eos, select_pairs
 from async_rlhf.models import check_model_path, end_token_ids, load_tokenizer
 from async_rlhf.parts import Parts, digest
-from async_rlhf.rewards import Reward, Sample, check_reward, load_reward, rollout_samples, score_samples
+from async_rlhf.rewards import RewardContext, RewardSet, Sample, load_rewards, read_rewards, rollout_samples
 from async_rlhf.rollout import Prompt
 from async_rlhf.vllm_utils import open_generator
 
@@ -84,7 +84,7 @@ def main() -> None:
     config = parse(RelabelConfig)
     quiet_libraries()
     output = Path(config.output_dir)
-    check_reward(config.reward_model_path, "reward_model_path")
+    read_rewards([config.reward_model_path], "reward_model_path")
     if config.makes_pairs:
         check_model_path(config.model_name_or_path, "model_name_or_path")
     require(not output.exists(), f"output_dir {config.output_dir!r} exists already: name a new folder")
@@ -99,15 +99,9 @@ def main() -> None:
     parts.open(config.effective() | {"number of rows": len(pairs.rows), "content of the rows": digest(pairs.rows)})
     if parts.missing(len(pairs.rows), config.chunk_size):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        reward = load_reward(
-            config.reward_model_path,
-            device,
-            policy_tokenizer=tokenizer,
-            batch_size=config.reward_batch_size,
-            dtype=getattr(torch, config.torch_dtype, torch.float32),
-            trust_remote_code=config.trust_remote_code,
-        )
-        pairs.start(reward)
+        dtype = getattr(torch, config.torch_dtype, torch.float32)
+        context = RewardContext(device, tokenizer, config.reward_batch_size, dtype, config.trust_remote_code)
+        pairs.start(load_rewards([config.reward_model_path], "reward_model_path", context))
         with closing(pairs):
             parts.fill(len(pairs.rows), config.chunk_size, pairs.label, pairs.unit, lambda labels: {"gap": abs(score_gaps(labels)).mean()})
     gaps = score_gaps(parts.read())  # all of them, those of an earlier run included
@@ -149,16 +143,16 @@ class ExistingPairs:
             require(not nulls, f"dataset {config.dataset_name!r}: column {name!r} is null in {nulls} of {len(self.rows)} rows")
         self.features = swappable({**self.rows.features, **SCORES}, *self.sides)
 
-    def start(self, reward: Reward) -> None:
-        self.reward = reward
+    def start(self, rewards: RewardSet) -> None:
+        self.rewards = rewards
 
     def label(self, chunk: range) -> list[dict]:
         samples = [
-            Sample(self.encoder.prompt_text(row), self.encoder.completion_text(row, column), columns=row)
-            for row in self.rows.select(chunk)
+            Sample(self.encoder.prompt_text(row), self.encoder.completion_text(row, column), columns=row, group=i)
+            for i, row in zip(chunk, self.rows.select(chunk), strict=True)
             for column in self.sides
         ]
-        scores = score_samples(self.reward, samples, self.config.reward_model_path).view(-1, 2).tolist()
+        scores = self.rewards.score(samples).total.view(-1, 2).tolist()
         return [{"row": row, "scores": pair} for row, pair in zip(chunk, scores, strict=True)]
 
     def row(self, label: dict) -> dict:
@@ -188,12 +182,12 @@ class SampledPairs:
         texts = dict.fromkeys(("prompt", config.chosen_column, config.rejected_column), Value("string"))
         self.features = Features({**self.rows.features, **texts, **SCORES})
 
-    def start(self, reward: Reward) -> None:
+    def start(self, rewards: RewardSet) -> None:
         config, tokenizer = self.config, self.encoder.tokenizer
         model_config = AutoConfig.from_pretrained(config.model_name_or_path, trust_remote_code=config.trust_remote_code)
         end_ids = end_token_ids(model_config, tokenizer, config.stop_token_ids)
         longest = config.max_prompt_length + config.response_length
-        self.reward, self.sampling = reward, Sampling.from_config(config, config.num_generations, end_ids, config.seed)
+        self.rewards, self.sampling = rewards, Sampling.from_config(config, config.num_generations, end_ids, config.seed)
         self.generator = open_generator(config, config.model_name_or_path, tokenizer, config.torch_dtype, longest)
 
     def label(self, chunk: range) -> list[dict]:
@@ -201,7 +195,7 @@ class SampledPairs:
         config, n = self.config, self.sampling.n
         rollouts = self.generator.generate([Prompt(i, i, self.prompts.ids[i]) for i in chunk], self.sampling)
         samples = rollout_samples(rollouts, self.rows, self.encoder)
-        scores = score_samples(self.reward, samples, config.reward_model_path)
+        scores = self.rewards.score(samples).total
         finished = torch.tensor([sample.finished for sample in samples])
         scores = penalize_missing_eos(scores, finished, config.missing_eos_penalty).view(len(chunk), n)
         labels = []

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from conftest import GPT2, LLAMA, NEOX
@@ -5,7 +7,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertTok
 
 from async_rlhf.config import UserError
 from async_rlhf.models import train_tokenizer
-from async_rlhf.rewards import Sample, check_reward, load_reward, score_samples
+from async_rlhf.rewards import RewardContext, Sample, load_rewards, read_rewards, score_samples
 from async_rlhf.rewards.docstrings import fluency, form, gold, relevance
 from async_rlhf.rewards.model import RewardModel, same_vocabulary
 
@@ -106,14 +108,14 @@ def test_two_labels_are_refused(tokenizer, tmp_path):
 
 
 def test_a_function_is_a_reward(reward_file):
-    reward = load_reward(f"{reward_file}:letters")
-    assert reward([Sample("", "banana"), Sample("", "xyz")]).tolist() == pytest.approx([3.06, 0.03])
+    rewards = load_rewards([f"{reward_file}:letters"], "reward", RewardContext())
+    assert rewards.score([Sample("", "banana"), Sample("", "xyz")]).total.tolist() == pytest.approx([3.06, 0.03])
 
 
 @pytest.mark.parametrize("spec", ["absent.py:f", "async_rlhf.rewards.docstrings:absent", "no.such.module:f", "./absent"])
 def test_a_reward_that_is_not_there_is_refused_before_the_run(spec):
-    with pytest.raises(UserError):
-        check_reward(spec, "reward_model_path")
+    with pytest.raises(UserError, match="^reward_model_path: "):
+        read_rewards([spec], "reward_model_path")
 
 
 @pytest.mark.parametrize(
@@ -125,10 +127,86 @@ def test_bad_scores_name_the_sample(scores, message):
 
 
 def test_an_exception_in_a_function_names_it(tmp_path):
-    (tmp_path / "broken.py").write_text("def f(samples):\n    raise KeyError('topic')\n")
+    (tmp_path / "broken.py").write_text("def f(samples):\n    return [{'x': 1.0}[s.response] for s in samples]\n")
     with pytest.raises(KeyError) as caught:
-        load_reward(f"{tmp_path}/broken.py:f")([Sample("", "x")])
-    assert "broken.py:f" in caught.value.__notes__[0]
+        load_rewards([f"{tmp_path}/broken.py:f"], "reward", RewardContext()).score([Sample("", "x"), Sample("", "rude")])
+    assert "broken.py:f on sample 1, response 'rude'" in caught.value.__notes__[0]
+
+
+SEVERAL = """
+import asyncio
+
+calls = []
+
+def length(samples, per_letter=1.0):
+    calls.append(len(samples))
+    return [per_letter * len(s.response) for s in samples]
+
+async def vowels(samples):
+    inside.append(1)
+    most.append(len(inside))
+    await asyncio.sleep(0.01)
+    inside.pop()
+    if any(s.response == "rude" for s in samples):
+        raise KeyError("topic")
+    return [float(sum(s.response.count(v) for v in "aeiou")) for s in samples]
+
+inside, most = [], []
+"""
+
+
+@pytest.fixture
+def several(tmp_path):
+    (tmp_path / "several.py").write_text(SEVERAL)
+    return f"{tmp_path}/several.py"
+
+
+def test_several_rewards_are_summed_with_their_weights(several):
+    """banana: 6 letters × 0.5 × weight 2, and 3 vowels × weight −1; xyz: 3 letters, no vowel."""
+    specs = [
+        json.dumps({"function": f"{several}:length", "arguments": {"per_letter": 0.5}, "weight": 2}),
+        json.dumps({"function": f"{several}:vowels", "weight": -1.0, "name": "open"}),
+    ]
+    scores = load_rewards(specs, "reward", RewardContext()).score([Sample("", "banana"), Sample("", "xyz")])
+    assert scores.total.tolist() == [6.0 - 3.0, 3.0]
+    assert {name: values.tolist() for name, values in scores.by_name.items()} == {"length": [3.0, 1.5], "open": [3.0, 0.0]}
+
+
+def test_an_async_function_runs_concurrently_within_its_limit(several):
+    spec = json.dumps({"function": f"{several}:vowels", "concurrency": 3, "batch_size": 2})
+    reward = load_rewards([spec], "reward", RewardContext()).parts[0].reward
+    assert reward([Sample("", "a" * i) for i in range(11)]).tolist() == [float(i) for i in range(11)]
+    assert max(reward._function.__globals__["most"]) == 3
+    with pytest.raises(KeyError) as caught:
+        reward([Sample("", "a")] * 6 + [Sample("", "rude")])
+    assert "vowels on sample 6, 'rude'" in caught.value.__notes__[0]
+
+
+def test_a_relative_score_subtracts_that_of_the_data_sets_own_completion_which_is_scored_once(several):
+    rewards = load_rewards([json.dumps({"function": f"{several}:length", "relative": True})], "reward", RewardContext())
+    samples = [Sample("p", "four", reference="two"), Sample("p", "eleven", reference="two"), Sample("q", "", reference="12345")]
+    assert rewards.score(samples).total.tolist() == [1.0, 3.0, -5.0]
+    assert rewards.score(samples[:2]).total.tolist() == [1.0, 3.0]
+    assert rewards.parts[0].reward._function.__globals__["calls"] == [3, 2, 2]  # both references once
+    with pytest.raises(ValueError, match="relative needs the data set's own completion"):
+        rewards.score([Sample("p", "four")])
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([], "reward is not set"),
+        (["{bad"], "no JSON mapping"),
+        (['{"weight": 2}'], "one of model, function"),
+        (['{"model": "a-hub-name", "wieght": 2}'], "did you mean 'weight'"),
+        (['{"model": "a-hub-name", "max_length": "long"}'], "max_length"),
+        (['{"function": "async_rlhf.rewards.docstrings:gold", "concurrency": 0}'], "concurrency 0"),
+        (["async_rlhf.rewards.docstrings:gold"] * 2, "two of them named gold"),
+    ],
+)
+def test_a_reward_that_is_named_wrongly_is_refused(specs, message):
+    with pytest.raises(UserError, match=f"^reward.*{message}"):
+        read_rewards(specs, "reward")
 
 
 def test_docstring_relevance_by_hand():

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from async_rlhf.generation import HFGenerator, Sampling
 from async_rlhf.losses import preference_loss, select_pairs
 from async_rlhf.models import Policy, length_mask, pad_tokens
-from async_rlhf.rewards import Sample, load_reward
+from async_rlhf.rewards import RewardContext, Sample, load_rewards
 from async_rlhf.rollout import Prompt
 from async_rlhf.trainer import Trainer
 from online_dpo import OnlineDPO
@@ -27,7 +27,7 @@ def plain_loop(config, tokenizer):
     ids = [tokenizer(row["text"])["input_ids"] for row in rows]
     order = np.random.default_rng([config.seed, 0]).permutation(len(ids))
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, weight_decay=0.0)
-    reward = load_reward(config.reward_model_path)
+    reward = load_rewards(config.rewards, "reward", RewardContext()).parts[0].reward
     sampling = Sampling(K, config.response_length, (tokenizer.eos_token_id,), config.temperature, seed=config.seed)
     losses = []
     for update in range(UPDATES):

@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT
 
 from async_rlhf.config import UserError
-from async_rlhf.rewards import Sample, load_reward, score_samples
+from async_rlhf.rewards import RewardContext, Sample, load_rewards
 from async_rlhf.rewards.verifiers import after_hashes, gsm8k
 
 GSM8K = ROOT.parent / "shared/data/gsm8k"
@@ -80,8 +80,8 @@ def test_a_data_set_without_the_column_is_an_error_too():
 
 
 def test_it_loads_by_name_as_a_reward():
-    reward = load_reward("async_rlhf.rewards.verifiers:gsm8k")
-    assert score_samples(reward, [sample("#### 1000"), sample("#### 1")], "gsm8k").tolist() == [1.0, 0.0]
+    rewards = load_rewards(["async_rlhf.rewards.verifiers:gsm8k"], "reward", RewardContext())
+    assert rewards.score([sample("#### 1000"), sample("#### 1")]).total.tolist() == [1.0, 0.0]
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not part of the project")

@@ -10,7 +10,7 @@ from torch import nn
 from async_rlhf.config import RLConfig
 from async_rlhf.metrics import Metrics
 from async_rlhf.models import Policy
-from async_rlhf.rewards import Reward
+from async_rlhf.rewards import RewardSet
 from async_rlhf.rollout import Rollout
 
 Tensors = dict[str, torch.Tensor]
@@ -49,7 +49,7 @@ class Algorithm:
     def __init__(self, config: RLConfig):
         self.config = config
 
-    def module(self, policy: Policy, reward: Reward, mixed_precision: bool) -> nn.Module:
+    def module(self, policy: Policy, rewards: RewardSet, mixed_precision: bool) -> nn.Module:
         """What is trained: the policy, or a module whose `policy` it is."""
         return policy
 

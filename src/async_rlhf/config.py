@@ -8,7 +8,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -164,9 +164,12 @@ class RLConfig(RunConfig, DataConfig, ModelConfig, GeneratorConfig):
     overwrite_output_dir: bool = setting(False, "Delete what an earlier run left in `output_dir`; otherwise that is an error.")
     seed: int = setting(1, "Seed of everything random: prompt order, sampling, mini-batches.")
     sft_model_path: str | None = setting(None, "The reference policy. Default: `model_name_or_path`.")
-    reward_model_path: str | None = setting(
-        None, "The reward: a model folder or hub name, or a Python function as `path/file.py:name` or `package.module:name`."
+    reward: list[str] = setting(
+        [],
+        "The rewards, whose weighted sum is the score. Each is a model folder or hub name, a Python function as `path/file.py:name` or "
+        "`package.module:name`, a URL, or a mapping of settings ([rewards.md](rewards.md)).",
     )
+    reward_model_path: str | None = setting(None, "The only reward: short for `reward` with one entry.")
     reward_batch_size: int = setting(64, "Samples that a reward model scores at a time.")
     missing_eos_penalty: float | None = setting(None, "Subtracted from the score of a response that did not end by itself.")
     missing_eos_score: float | None = setting(None, "Replaces the score of a response that did not end by itself (the paper's -1).")
@@ -225,8 +228,14 @@ class RLConfig(RunConfig, DataConfig, ModelConfig, GeneratorConfig):
         require(self.save_steps > 0, f"save_steps {self.save_steps}: above 0")
         other = self.use_peft and self.sft_model_path not in (None, self.model_name_or_path)
         require(not other, f"sft_model_path {self.sft_model_path!r}: with use_peft the reference is model_name_or_path without the adapter")
+        require(not (self.reward and self.reward_model_path), "reward and reward_model_path exclude each other")
         eos = self.missing_eos_penalty, self.missing_eos_score
         require(None in eos, "missing_eos_penalty and missing_eos_score exclude each other")
+
+    @property
+    def rewards(self) -> list[str]:
+        """What `reward` or `reward_model_path` names."""
+        return self.reward or [self.reward_model_path]
 
 
 @dataclass(frozen=True)
@@ -301,7 +310,24 @@ def parse(config_class: type[Config], argv: Sequence[str] | None = None, beneath
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     known, argv = first.parse_known_args(argv)
+    return _read(config_class, {path: _read_yaml(path) for path in filter(None, (beneath, known.config))}, argv)
 
+
+def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: str) -> Config:
+    """An instance of the config class from a mapping that stands at `where`, a setting or a file.
+
+    Raises:
+        UserError: as `parse`, after the name of the place.
+    """
+    try:
+        return _read(config_class, {where: values}, [])
+    except UserError as error:
+        message = str(error)
+        raise UserError(message if message.startswith(where) else f"{where}: {message}") from error
+
+
+def _read(config_class: type[Config], sources: Mapping[str, Mapping[str, Any]], argv: Sequence[str]) -> Config:
+    """From mappings by their names, later ones first, and the words of a command line, which win."""
     parser = _Parser(config_class, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--config", help="A YAML file of fields; the command line wins over it.")
     for action in parser._actions:
@@ -309,9 +335,9 @@ def parse(config_class: type[Config], argv: Sequence[str] | None = None, beneath
             action.type = _json_mapping
     names = sorted({action.dest for action in parser._actions} - {"help"})
     values = {}
-    for path in filter(None, (beneath, known.config)):
-        for key, value in _read_yaml(path).items():
-            require(key in names, f"{path}: {_unknown(key, names)}")
+    for where, mapping in sources.items():
+        for key, value in mapping.items():
+            require(key in names, f"{where}: {_unknown(key, names)}")
             values[key] = value
     hints = get_type_hints(config_class)
     for key, value in values.items():  # what no argument can say
@@ -355,9 +381,10 @@ def _read_yaml(path: str) -> dict:
 
 
 def _as_arguments(key: str, value: Any) -> list[str]:
-    if isinstance(value, list):
-        return [f"--{key}", *map(str, value)]
-    return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
+    def word(value: Any) -> str:
+        return json.dumps(value) if isinstance(value, dict) else str(value)
+
+    return [f"--{key}", *map(word, value)] if isinstance(value, list) else [f"--{key}={word(value)}"]
 
 
 def _unknown(name: str, names: list[str]) -> str:

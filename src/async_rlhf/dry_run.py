@@ -8,7 +8,7 @@ from async_rlhf import distributed
 from async_rlhf.config import BatchPlan, RLConfig, UserError, require
 from async_rlhf.data import Encoder, describe_split
 from async_rlhf.models import check_model_path
-from async_rlhf.rewards import check_reward
+from async_rlhf.rewards import read_rewards
 from async_rlhf.vllm_utils import choose_device
 
 
@@ -18,8 +18,14 @@ def check_paths(config: RLConfig) -> None:
     for field in ("sft_model_path", "value_model_path"):
         if getattr(config, field, None):
             check_model_path(getattr(config, field), field)
-    check_reward(config.reward_model_path, "reward_model_path")
+    read_rewards(config.rewards, "reward")
     require(config.generator != "replay" or Path(config.replay_path).is_file(), f"replay_path {config.replay_path!r}: no such file")
+
+
+def reward_columns(config: RLConfig) -> set[str]:
+    """Columns of the data set that the rewards read, the prompt's apart."""
+    relative = any(settings.relative for settings in read_rewards(config.rewards, "reward").values())
+    return Encoder.completion_columns(config) if relative else set()
 
 
 def dry_run(config: RLConfig) -> None:
@@ -30,7 +36,7 @@ def dry_run(config: RLConfig) -> None:
     processes = distributed.launched_processes()
     plan = BatchPlan.of(config, processes)
     for split in ("train", "eval") if config.eval_steps else ("train",):
-        print(describe_split(config, split, Encoder.prompt_columns(config))[0])
+        print(describe_split(config, split, Encoder.prompt_columns(config) | reward_columns(config))[0])
     print(plan.describe(config))
     print(f"devices: {_device_plan(config, processes)}")
     files = ["run_config.json", "metrics.jsonl", *(f"checkpoint-{n}" for n in plan.saves(config.save_steps))]

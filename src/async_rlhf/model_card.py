@@ -37,7 +37,7 @@ def model_card(config: RLConfig, algorithm: str, trained: Mapping[str, float], e
     facts = {
         "algorithm": f"{algorithm}, loss_type {config.loss_type}",
         "policy before": config.model_name_or_path,
-        "reward": config.reward_model_path,
+        "reward": ", ".join(map(str, config.rewards)),
         "prompts": f"{config.dataset_name}, split {config.train_split}",
         "staleness": f"max_staleness {config.max_staleness} ({mode}), weight_update {config.weight_update}",
         "mini-batches × epochs": f"{config.num_mini_batches} × {config.num_ppo_epochs}",

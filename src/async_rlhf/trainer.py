@@ -20,7 +20,7 @@ from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
 from async_rlhf.batching import micro_batches, select, split_to
 from async_rlhf.config import BatchPlan, RLConfig, parse, require
 from async_rlhf.data import Encoder, PromptStream, load_prompts, quiet_libraries
-from async_rlhf.dry_run import check_paths, dry_run
+from async_rlhf.dry_run import check_paths, dry_run, reward_columns
 from async_rlhf.generation import Sampling
 from async_rlhf.losses import penalize_missing_eos, sequence_sum
 from async_rlhf.metrics import Metrics, Timers, append_json
@@ -40,7 +40,7 @@ from async_rlhf.models import (
 )
 from async_rlhf.optimization import ModuleOptimizer, open_accelerator
 from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
-from async_rlhf.rewards import load_reward, rollout_samples, score_samples
+from async_rlhf.rewards import RewardContext, load_rewards, rollout_samples
 from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, write_rollouts
 from async_rlhf.runs import claim_folder, link_output, place_run, record_run
 from async_rlhf.trackers import log, log_table, open_trackers
@@ -69,8 +69,9 @@ class Trainer:
         set_seed(config.seed)
         self.tokenizer = load_tokenizer(config)
         self.encoder = Encoder(config, self.tokenizer)
-        self.prompts = load_prompts(config, self.encoder, "train")
-        self.eval_prompts = load_prompts(config, self.encoder, "eval") if config.eval_steps else None
+        columns = reward_columns(config)
+        self.prompts = load_prompts(config, self.encoder, "train", columns)
+        self.eval_prompts = load_prompts(config, self.encoder, "eval", columns) if config.eval_steps else None
         self.engine_device = choose_device(config.vllm_device, distributed.world_size()) if config.generator == "vllm" else None
         self._check_model()
         if distributed.is_main():
@@ -132,16 +133,11 @@ class Trainer:
         if not self.peft:
             reference = load_causal_lm(config, self._reference_path())
             self.reference = Policy(reference.requires_grad_(False), config.share_prompts).eval().to(device)
-        self.reward = load_reward(
-            config.reward_model_path,
-            device,
-            policy_tokenizer=self.tokenizer,
-            batch_size=config.reward_batch_size,
-            dtype=getattr(torch, config.torch_dtype, torch.float32),
-            trust_remote_code=config.trust_remote_code,
-        )
+        dtype = getattr(torch, config.torch_dtype, torch.float32)
+        context = RewardContext(device, self.tokenizer, config.reward_batch_size, dtype, config.trust_remote_code)
+        self.rewards = load_rewards(config.rewards, "reward", context)
         mixed_precision = self.accelerator.mixed_precision != "no"
-        module = self.algorithm.module(Policy(model, config.share_prompts), self.reward, mixed_precision).train()
+        module = self.algorithm.module(Policy(model, config.share_prompts), self.rewards, mixed_precision).train()
         self.optimizer = ModuleOptimizer(self.accelerator, config, module, self.plan.optimizer_steps)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
@@ -258,13 +254,15 @@ class Trainer:
         mask = length_mask(tokens["response_length"], shape[-1])
         with self.timers.time("score"):
             flat = [rollout for group in groups for rollout in group]
-            raw = score_samples(self.reward, rollout_samples(flat, self.prompts.rows, self.encoder), config.reward_model_path)
+            raw, by_name = self.rewards.score(rollout_samples(flat, self.prompts.rows, self.encoder))
             finished = torch.tensor([rollout.finish_reason == "stop" for rollout in flat])
             scores = penalize_missing_eos(raw, finished, config.missing_eos_penalty, config.missing_eos_score)
             tokens = {name: tensor.to(device) for name, tensor in tokens.items()}
             ref_logprobs = self._ref_logprobs(tokens)
         behaviour = torch.tensor([[r.logprobs + [0.0] * (shape[-1] - len(r.logprobs)) for r in group] for group in groups])
         self._observe(flat, scores, finished)
+        for name, values in by_name.items():
+            self.metrics.observe(f"reward/{name}", values)
         mask, behaviour = mask.to(device), behaviour.to(device)
         kl = sequence_sum(behaviour - ref_logprobs, mask)
         self.metrics.observe("objective/kl", kl.flatten().cpu())
@@ -394,7 +392,7 @@ class Trainer:
         get it at the updates `done`, with the snapshot's version beside it."""
         mine = batch.rollouts[distributed.rank() :: distributed.world_size()]
         samples = rollout_samples(mine, self.eval_prompts.rows, self.encoder)
-        scores = score_samples(self.reward, samples, self.config.reward_model_path) if mine else torch.empty(0)
+        scores = self.rewards.score(samples).total
         gathered = distributed.all_gather([(s.prompt, s.response, s.finished, float(x)) for s, x in zip(samples, scores, strict=True)])
         rows = [row for rank in gathered for row in rank]
         values = {

@@ -1,6 +1,7 @@
-"""Rewards: one interface, a module a kind. `load_reward` makes one from what the configuration names."""
+"""Rewards: one interface, a module a kind. `load_rewards` makes them from what the configuration names."""
 
-from async_rlhf.rewards.base import Reward, Sample, rollout_samples, score_samples
-from async_rlhf.rewards.loading import check_reward, load_reward
+from async_rlhf.rewards.base import Reward, RewardContext, Sample, rollout_samples, score_samples
+from async_rlhf.rewards.combined import RewardSet, Scores
+from async_rlhf.rewards.loading import load_rewards, read_rewards
 
-__all__ = ["Reward", "Sample", "check_reward", "load_reward", "rollout_samples", "score_samples"]
+__all__ = ["Reward", "RewardContext", "RewardSet", "Sample", "Scores", "load_rewards", "read_rewards", "rollout_samples", "score_samples"]

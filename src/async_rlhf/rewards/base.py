@@ -1,4 +1,4 @@
-"""The reward interface: samples in, one score a sample out."""
+"""The reward interface: samples in, one score a sample out; and what the kinds of rewards share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,9 @@ from typing import Any, Protocol
 
 import torch
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
+from async_rlhf.config import setting
 from async_rlhf.data import Encoder
 from async_rlhf.rollout import Rollout
 
@@ -15,7 +17,8 @@ from async_rlhf.rollout import Rollout
 class Sample:
     """One completion to score, as text and as the policy's token ids, with every column of its data-set row.
 
-    `response` is the text without the token that ended it; `finished` says whether one did.
+    `response` is the text without the token that ended it; `finished` says whether one did. Samples of one prompt stand in a row and
+    share `group`. `reference` is the data set's own completion, where it has one.
     """
 
     prompt: str
@@ -24,22 +27,77 @@ class Sample:
     response_ids: list[int] = field(default_factory=list)
     finished: bool = True
     columns: dict[str, Any] = field(default_factory=dict)
+    group: int = 0
+    reference: str | None = None
 
 
 class Reward(Protocol):
-    """Called on every rank with that rank's samples. Returns float scores, `[len(samples)]`."""
+    """Called on every rank with that rank's samples. Returns float scores, `[len(samples)]`.
+
+    A `collective` one works only if all ranks enter it together, and is then called without samples too.
+    """
+
+    collective: bool = False
 
     def __call__(self, samples: Sequence[Sample]) -> torch.Tensor: ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+@dataclass(frozen=True)
+class RewardContext:
+    """What a script knows that a reward may need: where to compute, and the policy's tokenizer."""
+
+    device: torch.device | str = "cpu"
+    policy_tokenizer: PreTrainedTokenizerBase | None = None
+    batch_size: int = 64
+    dtype: torch.dtype = torch.float32
+    trust_remote_code: bool = False
+
+
+@dataclass
+class RewardSettings:
+    """Settings that every kind of reward has. A kind adds its own, one of them named like the kind: what the reward is."""
+
+    name: str | None = setting(None, "Its name in the logs. Default: the last part of what it is.")
+    weight: float = setting(1.0, "What its score counts for in the sum.")
+    relative: bool = setting(False, "Subtract the score of the data set's own completion of the prompt, which is scored once.")
+
+    def default_name(self) -> str:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise `UserError` if the reward cannot be. Loads no model, asks no server."""
+
+    def open(self, context: RewardContext) -> Reward:
+        """The reward itself.
+
+        Raises:
+            UserError: nothing usable there.
+        """
+        raise NotImplementedError
 
 
 def rollout_samples(rollouts: Sequence[Rollout], rows: Dataset, encoder: Encoder) -> list[Sample]:
     """The samples to score: `rows[rollout.row]` is the data-set row of each rollout."""
+    has_reference = Encoder.completion_columns(encoder.config) <= set(rows.column_names)
     samples = []
     for rollout in rollouts:
         finished, row = rollout.finish_reason == "stop", rows[rollout.row]
         said = rollout.response_ids[:-1] if finished else rollout.response_ids
-        text = encoder.tokenizer.decode(said, skip_special_tokens=True)
-        samples.append(Sample(encoder.prompt_text(row), text, rollout.prompt_ids, rollout.response_ids, finished, row))
+        samples.append(
+            Sample(
+                prompt=encoder.prompt_text(row),
+                response=encoder.tokenizer.decode(said, skip_special_tokens=True),
+                prompt_ids=rollout.prompt_ids,
+                response_ids=rollout.response_ids,
+                finished=finished,
+                columns=row,
+                group=rollout.position,
+                reference=encoder.completion_text(row) if has_reference else None,
+            )
+        )
     return samples
 
 

@@ -1,35 +1,97 @@
 """A Python function as reward: `path/to/file.py:name` or `package.module:name`.
 
-def name(samples: list[Sample]) -> list[float]
+def name(samples: list[Sample], **arguments) -> list[float]
+
+An `async def` is called for `batch_size` samples at a time, `concurrency` calls at once.
 """
 
+import asyncio
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from async_rlhf.config import UserError, require
-from async_rlhf.rewards.base import Sample
+from async_rlhf.config import UserError, require, setting
+from async_rlhf.rewards.base import RewardContext, RewardSettings, Sample
 
 FUNCTION = re.compile(r"(?P<module>[\w./~-]+(\.py)?):(?P<name>\w+)")
 
 
-class FunctionReward:
-    """Calls the function with a list of samples; what it returns is checked by `score_samples`."""
+@dataclass
+class FunctionSettings(RewardSettings):
+    """A Python function."""
 
-    def __init__(self, spec: str):
-        self.spec, self._function = spec, find_function(spec)
+    function: str = setting("", "The function, as `path/file.py:name` or `package.module:name`.")
+    arguments: dict = setting({}, "Keyword arguments of the function.")
+    concurrency: int = setting(16, "Calls of an `async def` at once.")
+    batch_size: int = setting(1, "Samples that a call of an `async def` gets.")
+
+    def __post_init__(self):
+        for name in ("concurrency", "batch_size"):
+            require(getattr(self, name) >= 1, f"{name} {getattr(self, name)}: at least 1")
+
+    def default_name(self) -> str:
+        return self.function.rpartition(":")[2]
+
+    def check(self) -> None:
+        require(FUNCTION.fullmatch(self.function), f"function {self.function!r}: path/file.py:name or package.module:name is needed")
+        find_function(self.function)
+
+    def open(self, context: RewardContext) -> "FunctionReward":
+        return FunctionReward(self)
+
+
+class FunctionReward:
+    """Calls the function; what it returns is checked by `score_samples`."""
+
+    def __init__(self, settings: FunctionSettings):
+        self.settings, self._function = settings, find_function(settings.function)
 
     def __call__(self, samples: Sequence[Sample]) -> torch.Tensor:
+        if inspect.iscoroutinefunction(self._function):
+            try:
+                return torch.tensor(asyncio.run(self._concurrently(samples)), dtype=torch.float32)
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
         try:
-            return torch.as_tensor(self._function(list(samples)), dtype=torch.float32)
+            return torch.as_tensor(self._function(list(samples), **self.settings.arguments), dtype=torch.float32)
         except Exception as error:
-            error.add_note(f"raised by reward function {self.spec} on {len(samples)} samples")
+            error.add_note(f"raised by reward function {self.settings.function} on {self._culprit(samples)}")
             raise
+
+    async def _concurrently(self, samples: Sequence[Sample]) -> list[float]:
+        limit = asyncio.Semaphore(self.settings.concurrency)
+
+        async def score(start: int) -> list[float]:
+            chunk = list(samples[start : start + self.settings.batch_size])
+            async with limit:
+                try:
+                    scores = torch.as_tensor(await self._function(chunk, **self.settings.arguments), dtype=torch.float32)
+                    if scores.shape != (len(chunk),):
+                        raise ValueError(f"{tuple(scores.shape)} scores for {len(chunk)} samples; one a sample is needed")
+                    return scores.tolist()
+                except Exception as error:
+                    error.add_note(f"raised by reward function {self.settings.function} on sample {start}, {chunk[0].response[:200]!r}")
+                    raise
+
+        async with asyncio.TaskGroup() as group:  # one failure ends the others
+            tasks = [group.create_task(score(start)) for start in range(0, len(samples), self.settings.batch_size)]
+        return [value for task in tasks for value in task.result()]
+
+    def _culprit(self, samples: Sequence[Sample]) -> str:
+        """The first sample on which the function raises alone."""
+        for i, sample in enumerate(samples):
+            try:
+                self._function([sample], **self.settings.arguments)
+            except Exception:
+                return f"sample {i}, response {sample.response[:200]!r}"
+        return f"{len(samples)} samples; on each alone it does not"
 
 
 def find_function(spec: str) -> Callable[[list[Sample]], list[float]]:

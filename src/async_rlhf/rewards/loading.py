@@ -1,34 +1,66 @@
-"""From what a configuration names to a reward."""
+"""From what a configuration names to rewards.
 
-from pathlib import Path
+A reward is named by a string: a model folder or hub name, `file.py:name` or `package.module:name` for a Python function, or a JSON
+mapping whose first key is its kind: `{"model": "folder", "max_length": 512, "weight": 0.5}`.
+"""
 
-import torch
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
 
-from async_rlhf.models import check_model_path
-from async_rlhf.rewards.base import Reward
-from async_rlhf.rewards.function import FUNCTION, FunctionReward, find_function
-from async_rlhf.rewards.model import RewardModel
+from async_rlhf.config import UserError, from_mapping, require
+from async_rlhf.rewards.base import RewardContext, RewardSettings
+from async_rlhf.rewards.combined import RewardPart, RewardSet
+from async_rlhf.rewards.function import FUNCTION, FunctionSettings
+from async_rlhf.rewards.model import ModelSettings
 
-
-def is_function(spec: str) -> bool:
-    """Whether a reward is named as `path/to/file.py:name` or `package.module:name`, and not as a model."""
-    return FUNCTION.fullmatch(spec) is not None
-
-
-def check_reward(spec: str | None, field_name: str) -> None:
-    """Raise `UserError` if the reward cannot be: no such model folder, file or function. Loads no model."""
-    if spec and is_function(spec):
-        find_function(spec)
-    else:
-        check_model_path(spec, field_name)
+KINDS: dict[str, type[RewardSettings]] = {"model": ModelSettings, "function": FunctionSettings}
 
 
-def load_reward(spec: str, device: torch.device | str = "cpu", **model_settings) -> Reward:
-    """The reward that `spec` names: a Python function, or a reward model (folder or hub name) on `device`.
+def read_rewards(specs: Sequence[str | None], field: str) -> dict[str, RewardSettings]:
+    """The settings of every reward, by its name. Loads no model and asks no server.
 
     Raises:
-        UserError: nothing there, or a model that gives more than one score.
+        UserError: none, an unknown kind or setting, two of one name, or no such model folder, file or function; it begins with `field`.
     """
-    if is_function(spec):
-        return FunctionReward(spec)
-    return RewardModel(str(Path(spec).expanduser()) if Path(spec).exists() else spec, device, **model_settings)
+    require(specs and all(specs), f"{field} is not set: a model, a function or another reward is needed")
+    settings = [_read(spec, field) for spec in specs]
+    for one in settings:
+        try:
+            one.check()
+        except UserError as error:
+            raise UserError(f"{field}: {error}") from error
+    names = [one.name or one.default_name() for one in settings]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    require(not twice, f"{field}: {len(names)} rewards, two of them named {', '.join(twice)}: set their `name`")
+    return dict(zip(names, settings, strict=True))
+
+
+def load_rewards(specs: Sequence[str | None], field: str, context: RewardContext) -> RewardSet:
+    """The rewards, ready to score.
+
+    Raises:
+        UserError: as `read_rewards`, and a model that gives more than one score.
+    """
+    return RewardSet([RewardPart(name, one, one.open(context)) for name, one in read_rewards(specs, field).items()])
+
+
+def _read(spec: str, field: str) -> RewardSettings:
+    if not spec.lstrip().startswith("{"):
+        kind = "function" if FUNCTION.fullmatch(spec) else "model"
+        return KINDS[kind](**{kind: spec})
+    try:
+        mapping = json.loads(spec)
+    except ValueError as error:
+        raise UserError(f"{field} {spec!r}: no JSON mapping: {error}") from error
+    kind = next((key for key in mapping if key in KINDS), None)
+    require(kind, f"{field} {spec}: one of {', '.join(KINDS)} is needed, to say what the reward is")
+    settings = from_mapping(KINDS[kind], mapping, field)
+    require(getattr(settings, kind), f"{field} {spec}: {kind} is empty")
+    return settings
+
+
+def settings_of(kind: str) -> dict[str, str]:
+    """Help strings of a kind's settings, by name."""
+    return {f.name: f.metadata["help"] for f in fields(KINDS[kind])}

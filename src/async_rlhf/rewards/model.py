@@ -2,14 +2,46 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
-from async_rlhf.config import UserError, require
-from async_rlhf.rewards.base import Sample
+from async_rlhf.config import UserError, require, setting
+from async_rlhf.models import check_model_path
+from async_rlhf.rewards.base import RewardContext, RewardSettings, Sample
 
 ENCODERS = {"bert", "roberta", "distilbert", "deberta", "deberta-v2", "electra", "albert", "mpnet", "xlm-roberta", "modernbert"}
+
+
+@dataclass
+class ModelSettings(RewardSettings):
+    """A reward model, on every rank."""
+
+    model: str = setting("", "A folder or hub name of a sequence classifier with one output.")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None, "Type of its weights. Default: `torch_dtype`.")
+    device: str | None = setting(None, "Where it computes. Default: the training device.")
+    batch_size: int | None = setting(None, "Samples that it scores at a time. Default: `reward_batch_size`.")
+    max_length: int | None = setting(None, "Tokens that it reads at most; the prompt is cut from the left. Default: its context.")
+
+    def default_name(self) -> str:
+        return Path(self.model).name
+
+    def check(self) -> None:
+        check_model_path(self.model, "model")
+
+    def open(self, context: RewardContext) -> "RewardModel":
+        return RewardModel(
+            str(Path(self.model).expanduser()) if Path(self.model).exists() else self.model,
+            self.device or context.device,
+            policy_tokenizer=context.policy_tokenizer,
+            dtype=getattr(torch, self.dtype) if self.dtype else context.dtype,
+            batch_size=self.batch_size or context.batch_size,
+            max_length=self.max_length,
+            trust_remote_code=context.trust_remote_code,
+        )
 
 
 class RewardModel:
