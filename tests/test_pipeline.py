@@ -164,3 +164,38 @@ def test_a_mismatch_over_the_bound_is_an_error_that_names_the_setting():
         pipeline.get()
     pipeline.close()
     store.close()
+
+
+def test_batches_are_scored_while_they_wait_for_the_trainer():
+    """Six batches, 40 ms of scoring each and 40 ms of training: the trainer waits for the first score alone."""
+
+    def score(batch):
+        time.sleep(0.04)
+        for rollout in batch.rollouts:
+            rollout.rewards = {"length": float(len(rollout.response_ids))}
+
+    with running(FakeGenerator(50), 6, Pacing(1), score=score) as (pipeline, store):
+        waited = []
+        for update in range(6):
+            started = time.perf_counter()
+            batch = pipeline.get()
+            waited.append(time.perf_counter() - started)
+            assert [rollout.rewards["length"] for rollout in batch.rollouts] == [len(r.response_ids) for r in batch.rollouts]
+            store.publish(update + 1, update + 1, None)
+            time.sleep(0.04)
+    assert sum(waited[1:]) < 0.1
+
+
+def test_a_reward_that_fails_or_hangs_in_the_scoring_thread_is_an_error_of_get():
+    def broken(batch):
+        raise ConnectionError("no judge")
+
+    with running(FakeGenerator(50), 3, Pacing(1), score=broken) as (pipeline, _), pytest.raises(ConnectionError, match="no judge"):
+        pipeline.get()
+    hung = threading.Event()
+    with (
+        running(FakeGenerator(50), 3, Pacing(1), timeout=0.5, score=lambda batch: hung.wait(20)) as (pipeline, _),
+        pytest.raises(TimeoutError, match="the rewards are still scoring"),
+    ):
+        pipeline.get()
+    hung.set()

@@ -3,12 +3,15 @@ import json
 import pytest
 import torch
 from conftest import GPT2, LLAMA, NEOX
+from tiny_run import settings, train
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertTokenizerFast
 
 from async_rlhf.config import UserError
+from async_rlhf.dry_run import check_paths
 from async_rlhf.models import train_tokenizer
 from async_rlhf.rewards import RewardContext, Sample, load_rewards, read_rewards, score_samples
 from async_rlhf.rewards.docstrings import fluency, form, gold, relevance
+from async_rlhf.rewards.function import FunctionSettings
 from async_rlhf.rewards.model import RewardModel, same_vocabulary
 
 CODE = "def is_bucket_id(argument):\n    return '/' in argument"
@@ -195,7 +198,7 @@ def test_a_relative_score_subtracts_that_of_the_data_sets_own_completion_which_i
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ([], "reward is not set"),
+        ([], "is not set"),
         (["{bad"], "no JSON mapping"),
         (['{"weight": 2}'], "one of model, function"),
         (['{"model": "a-hub-name", "wieght": 2}'], "did you mean 'weight'"),
@@ -229,3 +232,27 @@ def test_docstring_gold_is_the_product_and_fluency_knows_authors_pairs():
     sample = Sample("", " Return the bucket id.", columns={"code": CODE, "name": "is_bucket_id"})
     expected = relevance(" Return the bucket id.", CODE, "is_bucket_id") * fluency(" Return the bucket id.")
     assert gold([sample]) == [pytest.approx(expected)]
+
+
+def test_scoring_in_the_pipeline_changes_nothing_but_the_time(model_folder, prompts_file, reward_file, several, tmp_path):
+    """Two rewards, one of them relative, one batch stale, with evaluations: every score and loss is that of scoring in the trainer."""
+    rewards = [f"{reward_file}:letters", json.dumps({"function": f"{several}:length", "weight": 0.01, "relative": True})]
+    fixed = dict(reward_model_path=None, reward=rewards, completion_column="answer", max_staleness=1, total_episodes=32)
+    fixed |= dict(eval_steps=1, eval_split="train[:4]")
+    runs = {}
+    for inside in (False, True):
+        config = settings(model_folder, prompts_file, reward_file, tmp_path / str(inside), score_in_pipeline=inside, **fixed)
+        lines, _ = train(config)
+        timeless = [{name: x for name, x in line.items() if not name.startswith(("time/", "throughput/"))} for line in lines]
+        runs[inside] = timeless, (tmp_path / str(inside) / "eval.jsonl").read_text()
+    assert runs[True] == runs[False]
+    first = runs[True][0][0]
+    assert first["objective/score"] == pytest.approx(first["reward/letters"] + 0.01 * first["reward/length"], abs=1e-6)
+    assert first["reward/length"] != 0
+
+
+def test_scoring_in_the_pipeline_is_refused_for_a_collective_reward(model_folder, prompts_file, reward_file, tmp_path, monkeypatch):
+    config = settings(model_folder, prompts_file, reward_file, tmp_path, score_in_pipeline=True)
+    monkeypatch.setattr(FunctionSettings, "collective", True)
+    with pytest.raises(UserError, match="score_in_pipeline: reward letters is sharded"):
+        check_paths(config)

@@ -170,6 +170,11 @@ class RLConfig(RunConfig, DataConfig, ModelConfig, GeneratorConfig):
         "`package.module:name`, a URL, or a mapping of settings ([rewards.md](rewards.md)).",
     )
     reward_model_path: str | None = setting(None, "The only reward: short for `reward` with one entry.")
+    score_in_pipeline: bool = setting(
+        False,
+        "Score batches while they wait for the trainer, all on the main process: it hides the time of rewards over a network. Not for a "
+        "sharded reward model.",
+    )
     reward_batch_size: int = setting(64, "Samples that a reward model scores at a time.")
     missing_eos_penalty: float | None = setting(None, "Subtracted from the score of a response that did not end by itself.")
     missing_eos_score: float | None = setting(None, "Replaces the score of a response that did not end by itself (the paper's -1).")

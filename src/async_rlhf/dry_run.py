@@ -18,7 +18,11 @@ def check_paths(config: RLConfig) -> None:
     for field in ("sft_model_path", "value_model_path"):
         if getattr(config, field, None):
             check_model_path(getattr(config, field), field)
-    read_rewards(config.rewards, "reward")
+    rewards = read_rewards(config.rewards, "reward")
+    sharded = [name for name, settings in rewards.items() if settings.collective]
+    require(
+        not (config.score_in_pipeline and sharded), f"score_in_pipeline: reward {', '.join(sharded)} is sharded, and needs all processes"
+    )
     require(config.generator != "replay" or Path(config.replay_path).is_file(), f"replay_path {config.replay_path!r}: no such file")
 
 

@@ -116,7 +116,7 @@ class HFGenerator:
         ids = torch.tensor([[self.pad_token_id] * (longest - len(prompt.ids)) + prompt.ids for prompt in prompts], device=device)
         mask = (torch.arange(longest, device=device) >= longest - lengths[:, None]).long()
         jobs = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
-        sampler = _Sampler([sampling.seed_of(prompt.position, sample) for prompt, sample in jobs], sampling.temperature)
+        sampler = _Sampler([sampling.seed_of(prompt.position, sample) for prompt, sample in jobs], sampling)
         processors = LogitsProcessorList()
         if sampling.temperature:
             processors.append(_Temperature(sampling.temperature))
@@ -196,22 +196,24 @@ class _Temperature(LogitsProcessor):
 
 
 class _Sampler(LogitsProcessor):
-    """Gumbel-max: the argmax that greedy search takes of logits + Gumbel noise is a sample from their softmax."""
+    """Draws by the inverse of the distribution function, one uniform number a token, and leaves greedy search that token alone."""
 
-    def __init__(self, seeds: list[int], temperature: float):
-        self.noise = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.greedy = temperature == 0
+    def __init__(self, seeds: list[int], sampling: Sampling):
+        self.greedy = sampling.temperature == 0
+        draws = [torch.rand(sampling.max_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        self.uniform = torch.stack(draws, 1)[..., None]
         self.logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.float()
-        noisy = scores
-        if not self.greedy:
-            exponential = torch.stack([torch.empty(scores.shape[-1]).exponential_(generator=g) for g in self.noise])
-            noisy = scores - exponential.to(scores.device).log()
-        chosen = noisy.argmax(-1, keepdim=True)
-        self.logprobs.append(scores.log_softmax(-1).gather(-1, chosen)[:, 0])
-        return noisy
+        if self.greedy:
+            chosen = scores.argmax(-1, keepdim=True)
+        else:
+            below = scores.double().softmax(-1).cumsum(-1)
+            drawn = self.uniform[len(self.logprobs)].to(scores.device) * below[:, -1:]
+            chosen = torch.searchsorted(below, drawn, right=True).clamp(max=scores.shape[-1] - 1)
+        self.logprobs.append((scores.gather(-1, chosen) - scores.logsumexp(-1, keepdim=True))[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)
 
 
 class _Interrupt(StoppingCriteria):
@@ -229,6 +231,7 @@ class ReplayGenerator:
         self.version = -1
         self._by_position: dict[int, list[Rollout]] = defaultdict(list)
         for rollout in read_rollouts(path):
+            rollout.rewards = None  # a replay's rewards are its own
             self._by_position[rollout.position].append(rollout)
 
     def load_weights(self, snapshot: Snapshot) -> None:

@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from async_rlhf.data import PromptStream
@@ -39,7 +40,8 @@ class GenerationPipeline:
     """Runs a generator in a thread of its own.
 
     Batches `first_batch … num_batches − 1` come out of `get` in order, and no batch is made beyond the last. Whatever fails
-    in the thread is raised by `get` with its own traceback; `close` ends the thread from any state.
+    in the thread is raised by `get` with its own traceback; `close` ends the thread from any state. `score`, if there is one, gives a
+    batch's rollouts their `rewards` while it waits in the queue, in a thread of its own.
     """
 
     def __init__(
@@ -55,11 +57,15 @@ class GenerationPipeline:
         evaluation: Evaluation | None = None,
         max_mismatch: float | None = None,
         first_batch: int = 0,
+        score: Callable[[RolloutBatch], None] | None = None,
     ):
         self._open_generator, self._stream, self._store, self._sampling = open_generator, stream, store, sampling
         self._prompts_per_batch, self._num_batches, self._first_batch = prompts_per_batch, num_batches, first_batch
         self._pacing, self._timeout, self._evaluation, self._max_mismatch = pacing, timeout, evaluation, max_mismatch
-        self._queue: queue.Queue[RolloutBatch | BaseException] = queue.Queue(maxsize=2 * (pacing.max_staleness + 1) + 1)
+        self._score, self._scorer = score, ThreadPoolExecutor(1, "scoring") if score else None
+        self._queue: queue.Queue[tuple[RolloutBatch, Future | None] | BaseException] = queue.Queue(
+            maxsize=2 * (pacing.max_staleness + 1) + 1
+        )
         self._stop = threading.Event()
         self._generator: Generator | None = None
         self._doing = "starting its engine"
@@ -75,7 +81,7 @@ class GenerationPipeline:
 
         Raises:
             TimeoutError: none came within `timeout` seconds; it says what the generator was doing.
-            Exception: whatever the generation thread failed with.
+            Exception: whatever the generation thread, or a reward in the scoring thread, failed with.
         """
         deadline = time.monotonic() + self._timeout
         while True:
@@ -91,7 +97,15 @@ class GenerationPipeline:
                 continue
             if isinstance(item, BaseException):
                 raise item
-            return item
+            batch, scoring = item
+            if scoring is not None:
+                self._wait_for_scores(scoring, deadline)
+            return batch
+
+    def _wait_for_scores(self, scoring: Future, deadline: float) -> None:
+        if wait([scoring], max(0.0, deadline - time.monotonic())).not_done:
+            raise TimeoutError(f"no batch within {self._timeout:.0f} s (generator_timeout): the rewards are still scoring one")
+        scoring.result()
 
     def close(self, timeout: float = 30.0) -> None:
         """End the thread, a running generation included, and close the generator."""
@@ -100,6 +114,8 @@ class GenerationPipeline:
             self._generator.interrupt()
         if self._thread.ident is not None:
             self._thread.join(timeout)
+        if self._scorer:
+            self._scorer.shutdown(wait=False, cancel_futures=True)
 
     # -- in the thread ------------------------------------------------------------------------------------------------------
 
@@ -166,9 +182,10 @@ class GenerationPipeline:
         started = time.perf_counter()
         rollouts = self._generator.generate(prompts, sampling)
         seconds = time.perf_counter() - started
-        self._put(RolloutBatch(index, rollouts, self._generator.version, kind=kind, generate_seconds=seconds, **loaded))
+        batch = RolloutBatch(index, rollouts, self._generator.version, kind=kind, generate_seconds=seconds, **loaded)
+        self._put((batch, self._scorer.submit(self._score, batch) if self._scorer else None))
 
-    def _put(self, item: RolloutBatch | BaseException) -> None:
+    def _put(self, item: tuple[RolloutBatch, Future | None] | BaseException) -> None:
         while not self._stop.is_set():
             try:
                 return self._queue.put(item, timeout=POLL_SECONDS)

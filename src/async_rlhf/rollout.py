@@ -22,7 +22,7 @@ class Rollout:
 
     `logprobs` holds the sampling policy's log-probability of each response token at the sampling temperature, and
     `versions` the snapshot that sampled each; both are as long as `response_ids`. `started` and `finished` are seconds
-    of `time.perf_counter` in the generating process.
+    of `time.perf_counter` in the generating process. `rewards` is what each reward gave it, by name, where it was scored in the pipeline.
     """
 
     position: int
@@ -35,6 +35,7 @@ class Rollout:
     finish_reason: str
     started: float = 0.0
     finished: float = 0.0
+    rewards: dict[str, float] | None = None
 
     def __post_init__(self):
         length = len(self.response_ids)

@@ -19,7 +19,7 @@ from async_rlhf import distributed
 from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
 from async_rlhf.batching import micro_batches, select, split_to
 from async_rlhf.config import BatchPlan, RLConfig, parse, require
-from async_rlhf.data import Encoder, PromptStream, load_prompts, quiet_libraries
+from async_rlhf.data import Encoder, PromptData, PromptStream, load_prompts, quiet_libraries
 from async_rlhf.dry_run import check_paths, dry_run, reward_columns
 from async_rlhf.generation import Sampling
 from async_rlhf.losses import penalize_missing_eos, sequence_sum
@@ -40,7 +40,7 @@ from async_rlhf.models import (
 )
 from async_rlhf.optimization import ModuleOptimizer, open_accelerator
 from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
-from async_rlhf.rewards import RewardContext, load_rewards, rollout_samples
+from async_rlhf.rewards import RewardContext, Scores, load_rewards, rollout_samples
 from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, write_rollouts
 from async_rlhf.runs import claim_folder, link_output, place_run, record_run
 from async_rlhf.trackers import log, log_table, open_trackers
@@ -205,6 +205,7 @@ class Trainer:
             timeout=config.generator_timeout,
             evaluation=evaluation,
             max_mismatch=bound,
+            score=self._score_in_pipeline if config.score_in_pipeline else None,
         )
 
     def _shares_model(self) -> bool:
@@ -254,7 +255,7 @@ class Trainer:
         mask = length_mask(tokens["response_length"], shape[-1])
         with self.timers.time("score"):
             flat = [rollout for group in groups for rollout in group]
-            raw, by_name = self.rewards.score(rollout_samples(flat, self.prompts.rows, self.encoder))
+            raw, by_name = self._reward(flat, self.prompts)
             finished = torch.tensor([rollout.finish_reason == "stop" for rollout in flat])
             scores = penalize_missing_eos(raw, finished, config.missing_eos_penalty, config.missing_eos_score)
             tokens = {name: tensor.to(device) for name, tensor in tokens.items()}
@@ -272,6 +273,19 @@ class Trainer:
         behind = torch.tensor([self.optimizer.steps - self.steps_at[group[0].versions[0]] for group in groups], device=device)
         evaluate = partial(self._evaluate_module, tokens)
         return ScoredBatch(update, groups, tokens, mask, scores, behaviour, ref_logprobs, behind, evaluate)
+
+    def _reward(self, rollouts: list[Rollout], prompts: PromptData) -> Scores:
+        """What the rewards give; asked already where they score in the pipeline."""
+        if self.config.score_in_pipeline:
+            names = [part.name for part in self.rewards.parts]
+            return self.rewards.sum({name: torch.tensor([rollout.rewards[name] for rollout in rollouts]) for name in names})
+        return self.rewards.score(rollout_samples(rollouts, prompts.rows, self.encoder))
+
+    def _score_in_pipeline(self, batch: RolloutBatch) -> None:
+        prompts = self.prompts if batch.kind == "train" else self.eval_prompts
+        by_name = self.rewards.score(rollout_samples(batch.rollouts, prompts.rows, self.encoder)).by_name
+        for i, rollout in enumerate(batch.rollouts):
+            rollout.rewards = {name: float(scores[i]) for name, scores in by_name.items()}
 
     def _observe(self, rollouts: list[Rollout], scores: torch.Tensor, finished: torch.Tensor) -> None:
         self.metrics.observe("objective/score", scores, std_name="objective/score_std")
@@ -392,7 +406,7 @@ class Trainer:
         get it at the updates `done`, with the snapshot's version beside it."""
         mine = batch.rollouts[distributed.rank() :: distributed.world_size()]
         samples = rollout_samples(mine, self.eval_prompts.rows, self.encoder)
-        scores = self.rewards.score(samples).total
+        scores = self._reward(mine, self.eval_prompts).total
         gathered = distributed.all_gather([(s.prompt, s.response, s.finished, float(x)) for s, x in zip(samples, scores, strict=True)])
         rows = [row for rank in gathered for row in rank]
         values = {

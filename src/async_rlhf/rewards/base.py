@@ -64,6 +64,11 @@ class RewardSettings:
     weight: float = setting(1.0, "What its score counts for in the sum.")
     relative: bool = setting(False, "Subtract the score of the data set's own completion of the prompt, which is scored once.")
 
+    @property
+    def collective(self) -> bool:
+        """Whether the reward works only if all ranks enter it together."""
+        return False
+
     def default_name(self) -> str:
         raise NotImplementedError
 

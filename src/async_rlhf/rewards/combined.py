@@ -58,7 +58,10 @@ class RewardSet:
         Raises:
             ValueError: a wrong number of scores or one that is not finite; it names the reward and the sample.
         """
-        by_name = {part.name: part.score(samples) for part in self.parts}
+        return self.sum({part.name: part.score(samples) for part in self.parts})
+
+    def sum(self, by_name: dict[str, torch.Tensor]) -> Scores:
+        """Scores `[n]` by name, with their weighted sum."""
         return Scores(sum(part.settings.weight * by_name[part.name] for part in self.parts), by_name)
 
     def close(self) -> None:
