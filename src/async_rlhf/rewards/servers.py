@@ -114,7 +114,7 @@ class Servers:
                 response = await client.request(method, url, json=body)
         except TimeoutError as error:
             raise _MayPass(f"{url}: no answer within {self.settings.timeout:g} s (timeout)") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise _MayPass(f"{url}: {type(error).__name__}: {error}") from error
         said = " ".join(response.text.split())[:SHOWN]
         if response.status_code in MAY_PASS or response.status_code >= 500:
