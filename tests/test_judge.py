@@ -26,7 +26,7 @@ from async_rlhf.rewards.judge import Unreadable, expected_value
 from async_rlhf.vllm_utils import DISTRIBUTED_VARIABLES
 from tldr import unpack_smollm2
 
-PAIR = "{response_a}|{response_b}"
+PAIR = "{response_a}<vs>{response_b}"
 
 
 class FakeJudge:
@@ -104,7 +104,7 @@ THREE = [Sample("p", "a"), Sample("p", "bbb"), Sample("p", "cc")]
 
 
 def longer_first(question):
-    first, second = question.split("|")
+    first, second = question.split("<vs>")
     return len(first) > len(second)
 
 
@@ -196,7 +196,7 @@ def test_pairwise_scores_are_mean_wins_over_both_orders_in_each_group(fake):
     samples = [*THREE, Sample("p", "dd", group=1), Sample("p", "e", group=1)]
     assert load(judge.url, mode="pairwise", template=PAIR).score(samples).total.tolist() == [0.0, 1.0, 0.5, 1.0, 0.0]
     asked = sorted(body["messages"][0]["content"] for body in judge.requests)
-    assert asked == sorted(["a|bbb", "bbb|a", "a|cc", "cc|a", "bbb|cc", "cc|bbb", "dd|e", "e|dd"])
+    assert asked == sorted(["a<vs>bbb", "bbb<vs>a", "a<vs>cc", "cc<vs>a", "bbb<vs>cc", "cc<vs>bbb", "dd<vs>e", "e<vs>dd"])
 
 
 def test_a_judge_who_prefers_a_place_scores_all_alike(fake):
