@@ -209,7 +209,6 @@ class Judge:
 
     def __init__(self, settings: JudgeSettings):
         self.settings, self.servers = settings, Servers(settings.judge, settings)
-        self.where = ", ".join(self.servers.urls)
         self.model = settings.model or self._only_model()
         self._question, self._fields = settings.question, template_columns(settings.question)
         self._observed: dict[str, list[float]] = defaultdict(list)
@@ -269,19 +268,21 @@ class Judge:
         shared |= {"max_tokens": 1 if settings.read == "logprobs" else settings.max_tokens, **settings.request}
         shared = {name: value for name, value in shared.items() if value is not None}
         bodies = [{"messages": [*system, {"role": "user", "content": question}], **shared} for question in questions]
-        values, bad = [], []
-        for i, answer in enumerate(self.servers.post("/chat/completions", bodies)):
+        bad = []
+
+        def read(answer: Any, i: int) -> float | None:
             try:
-                values.append(self._read(answer))
+                return self._read(answer)
             except Unreadable as error:
-                require(
-                    settings.floor is not None, f"judge {self.where}: {error}, to question {i}; on_unparsed: a number counts it as that"
-                )
-                values.append(None)
+                if settings.floor is None:
+                    raise Unreadable(f"{error}, the answer to question {i}; on_unparsed can count it as a number") from error
                 bad.append(str(error))
+                return None
+
+        values = self.servers.post("/chat/completions", bodies, read)
         if bad:
             message = "judge %s: %d of %d answers could not be read and count as %s; the first: %s"
-            logger.warning(message, self.where, len(bad), len(values), settings.on_unparsed, bad[0])
+            logger.warning(message, ", ".join(self.servers.urls), len(bad), len(values), settings.on_unparsed, bad[0])
         self._observed["unparsed"] += [float(value is None) for value in values]
         return values
 
@@ -292,7 +293,7 @@ class Judge:
             tokens = choice["logprobs"]["content"] if self.settings.read == "logprobs" else []
         except (KeyError, IndexError, TypeError) as error:
             wanted = "chat completion with logprobs" if self.settings.read == "logprobs" else "chat completion"
-            raise UserError(f"judge {self.where}: the answer is no {wanted}: {str(answer)[:SHOWN]}") from error
+            raise ValueError(f"the answer is no {wanted}: {str(answer)[:SHOWN]}") from error
         if self.settings.read == "logprobs":
             return expected_value(tokens[0].get("top_logprobs", []) if tokens else [], self.settings.choices, self.settings.min_probability)
         return chosen_value(said, self.settings)
@@ -306,7 +307,8 @@ class Judge:
                 raise UserError(f"judge {url}: /models is no list of models: {str(answer)[:SHOWN]}; set model") from error
             require(len(here) == 1, f"judge {url}: {len(here)} models there ({', '.join(here)[:SHOWN]}): set model")
             names += here
-        require(len(set(names)) == 1, f"judge {self.where}: different models there ({', '.join(names)}): set model")
+        where = ", ".join(self.servers.urls)
+        require(len(set(names)) == 1, f"judge {where}: different models there ({', '.join(names)}): set model")
         return names[0]
 
 
