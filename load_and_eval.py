@@ -49,7 +49,8 @@ def main() -> None:
     config = parse_evaluate_config()
     quiet_libraries()
     folder = generations_folder(config.dataset_path, config.model_name_or_path)
-    read_rewards([config.gold_reward_model_path], "gold_reward_model_path")
+    (gold,) = read_rewards([config.gold_reward_model_path], "gold_reward_model_path").values()
+    require(not gold.compares, "gold_reward_model_path: a reward that compares the samples of a prompt scores no completion alone")
     if config.sft_model_path:
         check_model_path(config.sft_model_path, "sft_model_path")
     if config.dry_run and not (folder / SETTINGS_FILE).exists():

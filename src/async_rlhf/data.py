@@ -96,11 +96,11 @@ class Encoder:
 
     @staticmethod
     def prompt_columns(config: DataConfig) -> set[str]:
-        return _template_columns(config.prompt_template) or {config.prompt_column}
+        return template_columns(config.prompt_template) or {config.prompt_column}
 
     @staticmethod
     def completion_columns(config: DataConfig) -> set[str]:
-        return _template_columns(config.completion_template) or {config.completion_column}
+        return template_columns(config.completion_template) or {config.completion_column}
 
     def prompt_text(self, row: dict) -> str:
         """The prompt as the policy sees it, the chat template's marks included."""
@@ -142,7 +142,7 @@ class Encoder:
 
     def _field(self, row: dict, template: str | None, column: str) -> Any:
         if template is not None:
-            null = sorted(name for name in _template_columns(template) if row[name] is None)
+            null = sorted(name for name in template_columns(template) if row[name] is None)
             require(not null, f"template {template!r}: column {', '.join(null)} of a row is null; its columns: {str(row)[:200]}")
             return template.format_map(row)
         value = row[column]
@@ -150,7 +150,12 @@ class Encoder:
         return value
 
 
-def _template_columns(template: str | None) -> set[str]:
+def template_columns(template: str | None) -> set[str]:
+    """The fields of a template.
+
+    Raises:
+        UserError: no template, such as a brace that stands alone.
+    """
     try:
         return {name for _, name, _, _ in string.Formatter().parse(template or "") if name}
     except ValueError as error:

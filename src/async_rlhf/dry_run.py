@@ -23,13 +23,18 @@ def check_paths(config: RLConfig) -> None:
     require(
         not (config.score_in_pipeline and sharded), f"score_in_pipeline: reward {', '.join(sharded)} is sharded, and needs all processes"
     )
+    compares = ", ".join(name for name, settings in rewards.items() if settings.compares)
+    k, reason = config.num_generations, f"the reward {compares} compares the samples of a prompt"
+    require(not compares or k > 1, f"num_generations {k}: {reason}, and needs 2 or more")
+    require(not compares or not config.eval_steps, f"eval_steps: {reason}, and held-out prompts are sampled once")
     require(config.generator != "replay" or Path(config.replay_path).is_file(), f"replay_path {config.replay_path!r}: no such file")
 
 
 def reward_columns(config: RLConfig) -> set[str]:
     """Columns of the data set that the rewards read, the prompt's apart."""
-    relative = any(settings.relative for settings in read_rewards(config.rewards, "reward").values())
-    return Encoder.completion_columns(config) if relative else set()
+    rewards = read_rewards(config.rewards, "reward").values()
+    references = Encoder.completion_columns(config) if any(settings.reads_reference for settings in rewards) else set()
+    return references.union(*(settings.columns for settings in rewards))
 
 
 def dry_run(config: RLConfig) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 
@@ -53,7 +53,7 @@ class RolloutBatch:
     """What the generator hands over for one update (`index` counts from 0), or for one evaluation.
 
     `version` is the newest snapshot it was sampled with, `mismatch` the engine-against-trainer difference measured when
-    that snapshot was loaded; times are in seconds.
+    that snapshot was loaded; times are in seconds. `observed`: what rewards that scored it in the pipeline noticed, by name.
     """
 
     index: int
@@ -64,6 +64,7 @@ class RolloutBatch:
     weight_sync_seconds: float = 0.0
     generator_wait_seconds: float = 0.0
     mismatch: float | None = None
+    observed: dict[str, list[float]] = field(default_factory=dict)
 
 
 def write_rollouts(path: str | os.PathLike, rollouts: Iterable[Rollout], **extra) -> None:

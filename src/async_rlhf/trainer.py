@@ -255,14 +255,14 @@ class Trainer:
         mask = length_mask(tokens["response_length"], shape[-1])
         with self.timers.time("score"):
             flat = [rollout for group in groups for rollout in group]
-            raw, by_name = self._reward(flat, self.prompts)
+            raw, by_name, observed = self._reward(flat, self.prompts)
             finished = torch.tensor([rollout.finish_reason == "stop" for rollout in flat])
             scores = penalize_missing_eos(raw, finished, config.missing_eos_penalty, config.missing_eos_score)
             tokens = {name: tensor.to(device) for name, tensor in tokens.items()}
             ref_logprobs = self._ref_logprobs(tokens)
         behaviour = torch.tensor([[r.logprobs + [0.0] * (shape[-1] - len(r.logprobs)) for r in group] for group in groups])
         self._observe(flat, scores, finished)
-        for name, values in by_name.items():
+        for name, values in (by_name | observed).items():
             self.metrics.observe(f"reward/{name}", values)
         mask, behaviour = mask.to(device), behaviour.to(device)
         kl = sequence_sum(behaviour - ref_logprobs, mask)
@@ -283,7 +283,7 @@ class Trainer:
 
     def _score_in_pipeline(self, batch: RolloutBatch) -> None:
         prompts = self.prompts if batch.kind == "train" else self.eval_prompts
-        by_name = self.rewards.score(rollout_samples(batch.rollouts, prompts.rows, self.encoder)).by_name
+        _, by_name, batch.observed = self.rewards.score(rollout_samples(batch.rollouts, prompts.rows, self.encoder))
         for i, rollout in enumerate(batch.rollouts):
             rollout.rewards = {name: float(scores[i]) for name, scores in by_name.items()}
 
@@ -372,6 +372,8 @@ class Trainer:
         return token_logprobs(logits[:, :-1], tokens[:, 1:])[0].tolist()
 
     def _log(self, update: int, batch: RolloutBatch) -> None:
+        for name, seen in batch.observed.items():  # the same on every rank, which leaves the mean as it is
+            self.metrics.observe(f"reward/{name}", seen)
         values, self.metrics = self.metrics.reduce(), Metrics()
         seconds = self.timers.take()
         tokens = sum(len(rollout.response_ids) for rollout in batch.rollouts)

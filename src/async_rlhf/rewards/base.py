@@ -41,8 +41,12 @@ class Reward(Protocol):
 
     def __call__(self, samples: Sequence[Sample]) -> torch.Tensor: ...
 
+    def observed(self) -> dict[str, list[float]]:
+        """What it noticed since this was last called, to be logged as means beside its score. May be left out."""
+        return {}
+
     def close(self) -> None:
-        """Give back what it holds."""
+        """Give back what it holds. May be left out."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,21 @@ class RewardSettings:
     def collective(self) -> bool:
         """Whether the reward works only if all ranks enter it together."""
         return False
+
+    @property
+    def compares(self) -> bool:
+        """Whether it scores a sample against the others of its prompt, so that one alone has no score."""
+        return False
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether it reads the data set's own completion."""
+        return self.relative
+
+    @property
+    def columns(self) -> set[str]:
+        """Columns of the data set that it cannot do without, as far as its settings say."""
+        return set()
 
     def default_name(self) -> str:
         raise NotImplementedError

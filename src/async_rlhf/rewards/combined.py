@@ -10,10 +10,11 @@ from async_rlhf.rewards.base import Reward, RewardSettings, Sample, score_sample
 
 
 class Scores(NamedTuple):
-    """`total [n]` is the weighted sum of `by_name`, each `[n]`, on the CPU."""
+    """`total [n]` is the weighted sum of `by_name`, each `[n]`, on the CPU. `observed`: what rewards noticed, as `reward/what`."""
 
     total: torch.Tensor
     by_name: dict[str, torch.Tensor]
+    observed: dict[str, list[float]]
 
 
 @dataclass
@@ -58,11 +59,13 @@ class RewardSet:
         Raises:
             ValueError: a wrong number of scores or one that is not finite; it names the reward and the sample.
         """
-        return self.sum({part.name: part.score(samples) for part in self.parts})
+        by_name = {part.name: part.score(samples) for part in self.parts}
+        seen = {part.name: getattr(part.reward, "observed", dict)() for part in self.parts}
+        return self.sum(by_name, {f"{name}/{what}": values for name, one in seen.items() for what, values in one.items()})
 
-    def sum(self, by_name: dict[str, torch.Tensor]) -> Scores:
+    def sum(self, by_name: dict[str, torch.Tensor], observed: dict[str, list[float]] | None = None) -> Scores:
         """Scores `[n]` by name, with their weighted sum."""
-        return Scores(sum(part.settings.weight * by_name[part.name] for part in self.parts), by_name)
+        return Scores(sum(part.settings.weight * by_name[part.name] for part in self.parts), by_name, observed or {})
 
     def close(self) -> None:
         for part in self.parts:

@@ -13,9 +13,10 @@ from async_rlhf.config import UserError, from_mapping, require
 from async_rlhf.rewards.base import RewardContext, RewardSettings
 from async_rlhf.rewards.combined import RewardPart, RewardSet
 from async_rlhf.rewards.function import FUNCTION, FunctionSettings
+from async_rlhf.rewards.judge import JudgeSettings
 from async_rlhf.rewards.model import ModelSettings
 
-KINDS: dict[str, type[RewardSettings]] = {"model": ModelSettings, "function": FunctionSettings}
+KINDS: dict[str, type[RewardSettings]] = {"model": ModelSettings, "function": FunctionSettings, "judge": JudgeSettings}
 
 
 def read_rewards(specs: Sequence[str | None], field: str) -> dict[str, RewardSettings]:
