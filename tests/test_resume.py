@@ -154,7 +154,7 @@ def test_a_checkpoint_is_whole_or_not_there(run, monkeypatch):
 
 def test_other_settings_are_listed(run):
     run("parts", stop=STOPPED)
-    with pytest.raises(UserError, match="learning_rate 0.001 → 0.002, seed 7 → 8"):
+    with pytest.raises(UserError, match="seed 7 → 8, learning_rate 0.001 → 0.002"):
         run("parts", resume_from_checkpoint="latest", learning_rate=2e-3, seed=8)
     run("parts", resume_from_checkpoint="latest", generator_timeout=60)  # a setting that changes no result may change
 
