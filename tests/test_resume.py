@@ -1,7 +1,12 @@
 """A run that is stopped and goes on is the run that was not stopped, bit for bit."""
 
 import json
+import multiprocessing
+import os
+import random
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +59,76 @@ def run(model_folder, prompts_file, reward_file, tmp_path):
         return tmp_path / name
 
     return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_stops_the_run_at_the_end_of_the_update_with_a_checkpoint(run, monkeypatch, tmp_path, number):
+    whole = run("whole", save_steps=UPDATES)
+    marker = tmp_path / "marker"
+    monkeypatch.setenv("ASYNC_RLHF_PREEMPTED", str(marker))
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
+        train, updates = Trainer._train, []
+
+        def signalled(self, *args):
+            updates.append(1)
+            if len(updates) == 2:
+                os.kill(os.getpid(), number)
+            train(self, *args)
+
+        patch.setattr(Trainer, "_train", signalled)
+        run("parts", save_steps=UPDATES)
+    parts = tmp_path / "parts"
+    assert left.value.code == 85 and marker.read_text() == f"{parts}\n" and signal.getsignal(number) is before
+    assert [path.name for path in checkpoints(parts)] == ["checkpoint-2"]
+    run("parts", save_steps=UPDATES, resume_from_checkpoint="latest", save_total_limit=1)
+    assert lines(whole / "metrics.jsonl") == lines(parts / "metrics.jsonl")
+    assert all(torch.equal(a, weights(parts)[name]) for name, a in weights(whole).items())
+
+
+def go_on(folders, output):
+    """In a process of its own: a run, from its newest checkpoint."""
+    os.environ["TQDM_DISABLE"] = "1"
+    torch.set_num_threads(1)
+    fixed = dict(max_staleness=1, total_episodes=UPDATES * 16, save_steps=1, dump_rollouts=True, resume_from_checkpoint="latest")
+    config = settings(*folders, output, snapshot_dir=str(output.parent), **fixed)
+    Trainer(config, ALGORITHMS[type(config)](config)).run()
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.full)])
+def test_killed_at_any_moment_and_resumed_ends_in_the_same_weights(model_folder, prompts_file, reward_file, tmp_path, kills):
+    """SIGKILL after a random time, again and again; a process that was quicker than its kill is not counted. Then to the end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_resume"])
+    folders, draw = (model_folder, prompts_file, reward_file), random.Random(kills)
+
+    def process(name):
+        started = context.Process(target=go_on, args=(folders, tmp_path / name))
+        started.start()
+        return started
+
+    whole = process("whole")
+    began = time.monotonic()
+    whole.join(120)
+    longest, killed = time.monotonic() - began, 0
+    assert whole.exitcode == 0
+    for attempt in range(3 * kills):
+        output = tmp_path / f"parts{attempt}"  # a finished run has nothing left to kill: the next one begins
+        while killed < kills:
+            run = process(output.name)
+            run.join(draw.uniform(0.1, 0.7) * longest)
+            if run.exitcode is not None:
+                break
+            run.kill()
+            run.join(20)
+            killed += 1
+        run = process(output.name)
+        run.join(120)
+        assert run.exitcode == 0
+        assert_same_run(tmp_path / "whole", output)
+        if killed == kills:
+            break
+    assert killed == kills
 
 
 def lines(file: Path) -> list[dict]:

@@ -52,6 +52,7 @@ from async_rlhf.models import (
 )
 from async_rlhf.optimization import ModuleOptimizer, open_accelerator
 from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
+from async_rlhf.preemption import StopSignals, leave
 from async_rlhf.rewards import RewardContext, Scores, load_rewards, rollout_samples
 from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, batch_record, read_batch, write_rollouts
 from async_rlhf.runs import claim_folder, link_output, place_run, record_run, run_settings
@@ -170,20 +171,25 @@ class Trainer:
         done, quiet = self.progress.updates, not distributed.is_main()
         self.bar = tqdm(total=self.plan.updates, initial=done, unit="update", disable=quiet, mininterval=1.0)
         saves = self.plan.saves(config.save_steps)
+        stopped = False
         try:
-            self._publish(self.progress.updates)
+            self._publish(done)
             if self.pipeline:
                 self.pipeline.start()
-            for update in range(self.progress.updates, self.plan.updates):
-                with self.timers.time("update"):
-                    batch = self._next_batch(update)
-                    scored = self._score(self._deal(batch, update), update)
-                    self._train(self.algorithm.make_batch(scored, self.metrics), scored, update)
-                    self._publish(update + 1)
-                self._log(update, batch)
-                if update + 1 in saves:
-                    self._save(update + 1)
-            if config.eval_steps:
+            with StopSignals() as signals:
+                for update in range(done, self.plan.updates):
+                    with self.timers.time("update"):
+                        batch = self._next_batch(update)
+                        scored = self._score(self._deal(batch, update), update)
+                        self._train(self.algorithm.make_batch(scored, self.metrics), scored, update)
+                        self._publish(update + 1)
+                    self._log(update, batch)
+                    stopped = signals.asked() and update + 1 < self.plan.updates
+                    if update + 1 in saves or stopped:
+                        self._save(update + 1)
+                    if stopped:
+                        break
+            if config.eval_steps and not stopped:
                 self._next_batch(self.plan.updates)
                 if main:
                     (self.output / f"checkpoint-{self.plan.updates}" / "README.md").write_text(self._card(), encoding="utf-8")
@@ -193,6 +199,8 @@ class Trainer:
                 self.pipeline.close()
             self.store.close()
             self.accelerator.end_training()
+        if stopped:
+            leave(self.output, self.progress.updates)
         if main:
             link_output(self.output)
             if config.push_to_hub:
