@@ -7,7 +7,7 @@ Reward of token t: −kl_coef · (log μ − log π_ref), and the score with the
 response token. Policy and value model train together; a checkpoint keeps the value model in its folder `value_model`.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
@@ -93,6 +93,12 @@ class PPO(Algorithm):
 
     def models(self, module: ActorCritic) -> dict:
         return {"value_model": module.value.model}
+
+    def state_dict(self) -> dict:
+        return {"kl_coef": self.controller.coef, "moments": asdict(self.moments)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.controller, self.moments = replace(self.controller, coef=state["kl_coef"]), RunningMoments(**state["moments"])
 
     def make_batch(self, scored: ScoredBatch, metrics: Metrics) -> Tensors:
         """A row a prompt with its k responses: advantages a token, returns and values a step."""

@@ -6,6 +6,9 @@
 #SBATCH --gres=gpu:4
 #SBATCH --cpus-per-task=16
 #SBATCH --mem=128G
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@300
 #
 # Train: ./train.sh COMMAND…, in a shell, or sbatch [options] train.sh COMMAND… under Slurm, submitted from the project's folder.
 #
@@ -13,7 +16,9 @@
 #     sbatch train.sh accelerate launch --config_file configs/deepspeed_zero2.yaml --num_processes 3 \
 #         online_dpo.py --config configs/onlinedpo_pythia410m_tldr_vllm_bf16_4gpu.yml --wandb_run_id slurm
 #
-# The link output_dir leads to the results. The exit code is the command's.
+# The link output_dir leads to the results. The exit code is the command's; it is 85 where the run was asked to stop (by preemption,
+# or five minutes before the time limit) and has saved itself at the end of an update. A Slurm job is then put in the queue again, and
+# goes on from there.
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 [[ -f $here/slurm_step.sh ]] || here=${SLURM_SUBMIT_DIR:-$here}
@@ -24,4 +29,20 @@ if [[ $# -eq 0 ]]; then
     echo "usage: $0 COMMAND…, for example: $0 python online_dpo.py --config configs/onlinedpo_tiny.yml" >&2
     exit 2
 fi
-step "$@"
+command=("$@")
+if [[ ${SLURM_RESTART_COUNT:-0} -gt 0 && " $* " =~ (online_dpo|ppo|rloo)\.py' ' && $* != *--resume_from_checkpoint* ]]; then
+    command+=(--resume_from_checkpoint latest)
+fi
+
+ASYNC_RLHF_PREEMPTED=$(mktemp)
+export ASYNC_RLHF_PREEMPTED
+trap 'rm -f "$ASYNC_RLHF_PREEMPTED"' EXIT
+code=0
+step "${command[@]}" || code=$?
+if [[ -s $ASYNC_RLHF_PREEMPTED ]]; then
+    code=85
+    if [[ -n ${SLURM_JOB_ID:-} ]] && command -v scontrol >/dev/null; then
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+fi
+exit "$code"

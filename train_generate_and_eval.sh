@@ -6,13 +6,16 @@
 #SBATCH --gres=gpu:1
 #SBATCH --cpus-per-task=4
 #SBATCH --mem=64G
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@300
 #
 # Train, then evaluate what was trained: ./train_generate_and_eval.sh COMMAND…, in a shell or with sbatch.
 #
 #     ./train_generate_and_eval.sh python online_dpo.py --config configs/onlinedpo_tiny.yml --max_staleness=1
 #
 # The command tells this wrapper alone where its results are, so that wrappers side by side each evaluate their own run. The exit
-# code is that of the step that failed.
+# code is that of the step that failed; as for train.sh, 85 says that training stopped, to be continued.
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 [[ -f $here/slurm_step.sh ]] || here=${SLURM_SUBMIT_DIR:-$here}

@@ -107,6 +107,23 @@ def test_exit_codes_are_those_of_the_step_that_failed(folder, slurm):
     assert "neither a config.json nor a checkpoint-<update> folder" in said and "load_and_eval" not in said
 
 
+def test_a_run_that_stopped_to_be_continued_is_queued_again_and_then_resumes(folder):
+    """The marker decides, since a launcher makes a code of its own of the run's; on the second start `latest` is asked for."""
+    scontrol = folder / "bin" / "scontrol"
+    scontrol.write_text('#!/usr/bin/env bash\necho "scontrol $*" >> "$STUB_LOG"\n')
+    scontrol.chmod(0o755)
+    (folder / "rloo.py").unlink()
+    (folder / "rloo.py").write_text(
+        "import os, sys\nprint(sys.argv[1:])\nopen(os.environ['ASYNC_RLHF_PREEMPTED'], 'w').write('run')\nsys.exit(1)\n"
+    )
+    wrapper(folder, "sbatch", "train_generate_and_eval.sh", "python", "rloo.py", "--seed=1", slurm=True, code=85)
+    assert "scontrol requeue 4711" in (folder / "srun.log").read_text()
+    again = ["env", "SLURM_RESTART_COUNT=1", "sbatch", "train.sh", "python"]
+    assert "['--seed=1', '--resume_from_checkpoint', 'latest']" in wrapper(folder, *again, "rloo.py", "--seed=1", slurm=True, code=85)
+    assert "['--resume_from_checkpoint=x']" in wrapper(folder, *again, "rloo.py", "--resume_from_checkpoint=x", slurm=True, code=85)
+    assert "[]" in wrapper(folder, *again, "-c", "import sys; print(sys.argv[1:])", slurm=True)
+
+
 def test_words_reach_the_command_as_they_were_typed(folder):
     said = wrapper(folder, "./train.sh", "python", "-c", "import sys; print(sys.argv[1:])", "two words", "--a=b c", "*", "")
     assert "['two words', '--a=b c', '*', '']" in said

@@ -67,6 +67,13 @@ class Algorithm:
         """Models that a checkpoint keeps beside the policy, by the name of their folder in it."""
         return {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm carries from update to update, as tensors, numbers, strings, and lists and dicts of them."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
+
     def stops(self) -> bool:
         """Asked on every rank after each epoch: whether the update's other epochs are left out."""
         return False

@@ -214,6 +214,13 @@ class RLConfig(RunConfig, DataConfig, ModelConfig, GeneratorConfig):
     save_steps: float = setting(
         0.25, "Save a checkpoint every so many updates; below 1 a share of the run. The last update is always saved."
     )
+    save_total_limit: int | None = setting(
+        None, "Checkpoints to keep; older ones are deleted. Default: all. The newest two can be resumed, all of them evaluated."
+    )
+    resume_from_checkpoint: str | None = setting(
+        None,
+        "A checkpoint in `output_dir` to go on from, exactly; or `latest`: the newest whole one, or the start where there is none.",
+    )
     eval_steps: int | None = setting(None, "Sample and score held-out prompts every so many updates, and at the end. Default: never.")
     num_eval_prompts: int = setting(64, "Held-out prompts that an evaluation samples.")
     dump_rollouts: bool = setting(False, "Append every rollout to `output_dir`/rollouts.jsonl, for study or `generator: replay`.")
@@ -231,6 +238,8 @@ class RLConfig(RunConfig, DataConfig, ModelConfig, GeneratorConfig):
         unscaled = self.torch_dtype == "float16" and not self.fp16
         require(not unscaled, "torch_dtype float16 trains with a gradient scaler only: add fp16, or use bfloat16 or float32")
         require(self.save_steps > 0, f"save_steps {self.save_steps}: above 0")
+        limit = self.save_total_limit
+        require(limit is None or limit >= 1, f"save_total_limit {limit}: at least 1, or null for all")
         other = self.use_peft and self.sft_model_path not in (None, self.model_name_or_path)
         require(not other, f"sft_model_path {self.sft_model_path!r}: with use_peft the reference is model_name_or_path without the adapter")
         require(not (self.reward and self.reward_model_path), "reward and reward_model_path exclude each other")

@@ -49,5 +49,10 @@ def all_gather(value: Any) -> list[Any]:
     return values
 
 
+def barrier() -> None:
+    """Wait until every rank is here."""
+    all_gather(None)
+
+
 def all_sum(value: float) -> float:
     return float(sum(all_gather(float(value))))

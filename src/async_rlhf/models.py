@@ -258,17 +258,12 @@ def save_model(
     card: str | None = None,
     beside: Mapping[str, tuple[PreTrainedModel, dict]] | None = None,
 ) -> None:
-    """A Hugging Face folder with the text of its model card, and other models `beside` it, with their weights, in folders of their names.
-
-    Written beside its place and renamed into it, so that it is whole or not there.
-    """
+    """A Hugging Face folder with the text of its model card, and other models with their weights, `beside` it in folders of their names."""
     folder = Path(folder)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    model.save_pretrained(temporary, state_dict=state_dict)
-    tokenizer.save_pretrained(temporary)
+    model.save_pretrained(folder, state_dict=state_dict)
+    tokenizer.save_pretrained(folder)
     for name, (other, state) in (beside or {}).items():
-        other.save_pretrained(temporary / name, state_dict=state)
-        tokenizer.save_pretrained(temporary / name)
+        other.save_pretrained(folder / name, state_dict=state)
+        tokenizer.save_pretrained(folder / name)
     if card:
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-    temporary.rename(folder)
+        (folder / "README.md").write_text(card, encoding="utf-8")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -14,6 +15,8 @@ from async_rlhf import distributed
 from async_rlhf.algorithm import Tensors
 from async_rlhf.config import RLConfig, require
 from async_rlhf.trackers import wanted
+
+SHARDS = "zero"  # folder of what the ranks save under ZeRO
 
 
 def open_accelerator(config: RLConfig) -> Accelerator:
@@ -100,6 +103,45 @@ class ModuleOptimizer:
                         self.accelerator.backward(loss(self.module, rows) * distributed.world_size() / units)
             self._check_and_step()
         self.pass_step()
+
+    def state_dict(self) -> dict:
+        """Trained parameters, optimizer, schedule and scaler; under ZeRO those that the engine does not save by itself."""
+        state = {"steps": self.steps, "learning_rate": self.learning_rate, "scheduler": self.scheduler.state_dict()}
+        if not self.deepspeed:
+            scaler = self.accelerator.scaler
+            state |= {
+                "module": self._trained(),
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": scaler.state_dict() if scaler else None,
+            }
+        return state
+
+    def load_state_dict(self, state: dict) -> None:
+        self.steps, self.learning_rate = state["steps"], state["learning_rate"]
+        self.scheduler.load_state_dict(state["scheduler"])
+        if self.deepspeed:
+            return
+        trained = self._trained()
+        if state["module"].keys() != trained.keys():
+            raise ValueError(f"the checkpoint's parameters are not the module's: {sorted(state['module'].keys() ^ trained.keys())[:6]}")
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(state["module"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if state["scaler"]:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+
+    def save_shards(self, folder: Path) -> None:
+        """On every rank: what only the ranks together know."""
+        if self.deepspeed:
+            self.module.save_checkpoint(str(folder), tag=SHARDS)
+
+    def load_shards(self, folder: Path) -> None:
+        if self.deepspeed:
+            self.module.load_checkpoint(str(folder), tag=SHARDS)
+
+    def _trained(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self.unwrapped.named_parameters() if parameter.requires_grad}
 
     def pass_step(self) -> None:
         """Count a step, and move the schedule on."""

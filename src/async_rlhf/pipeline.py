@@ -3,7 +3,8 @@
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -57,6 +58,8 @@ class GenerationPipeline:
         evaluation: Evaluation | None = None,
         max_mismatch: float | None = None,
         first_batch: int = 0,
+        held: Sequence[RolloutBatch] = (),
+        evaluated: int = -1,
         score: Callable[[RolloutBatch], None] | None = None,
     ):
         self._open_generator, self._stream, self._store, self._sampling = open_generator, stream, store, sampling
@@ -69,12 +72,26 @@ class GenerationPipeline:
         self._stop = threading.Event()
         self._generator: Generator | None = None
         self._doing = "starting its engine"
-        self._evaluated = -1
+        self._held, self._taken = deque(held), first_batch - 1  # batches taken and not yet given out; the last one taken
+        self._evaluated = self._evaluated_before_taken = evaluated
         self._mismatch: float | None = None
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def hold(self, until: int) -> tuple[list[RolloutBatch], int]:
+        """Wait for all batches before `until`, keep them for `get`, and give them with the number of the last evaluation before their end.
+
+        With the snapshot of now these are what a run goes on from: after `until − max_staleness` updates, what they were sampled with is
+        not needed again.
+
+        Raises:
+            as `get`.
+        """
+        while self._taken < min(until, self._num_batches) - 1:
+            self._held.append(self._take())
+        return list(self._held), self._evaluated_before_taken
 
     def get(self) -> RolloutBatch:
         """The next batch: training batches in order, an evaluation wherever one falls due.
@@ -83,6 +100,9 @@ class GenerationPipeline:
             TimeoutError: none came within `timeout` seconds; it says what the generator was doing.
             Exception: whatever the generation thread, or a reward in the scoring thread, failed with.
         """
+        return self._held.popleft() if self._held else self._take()
+
+    def _take(self) -> RolloutBatch:
         deadline = time.monotonic() + self._timeout
         while True:
             try:
@@ -100,6 +120,9 @@ class GenerationPipeline:
             batch, scoring = item
             if scoring is not None:
                 self._wait_for_scores(scoring, deadline)
+            if batch.kind == "train":
+                self._taken = batch.index
+                self._evaluated_before_taken = self._due(batch.version)
             return batch
 
     def _wait_for_scores(self, scoring: Future, deadline: float) -> None:
@@ -171,11 +194,15 @@ class GenerationPipeline:
         if self._evaluation is None:
             return
         version = self._generator.version
-        due = version // self._evaluation.every if not last else None
+        due = None if last else self._due(version)
         if due == self._evaluated:
             return
         self._evaluated = due
         self._generate(version, self._evaluation.prompts, self._evaluation.sampling, "eval", {})
+
+    def _due(self, version: int) -> int:
+        """The number of the evaluation that falls due at or before the snapshot; -1 without evaluations."""
+        return version // self._evaluation.every if self._evaluation else -1
 
     def _generate(self, index: int, prompts: list[Prompt], sampling: Sampling, kind: str, loaded: dict) -> None:
         self._doing = f"generating {kind} batch {index} with weights v{self._generator.version}"

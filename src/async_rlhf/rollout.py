@@ -67,6 +67,16 @@ class RolloutBatch:
     observed: dict[str, list[float]] = field(default_factory=dict)
 
 
+def batch_record(batch: RolloutBatch) -> dict:
+    """The batch as JSON takes it."""
+    return asdict(batch)
+
+
+def read_batch(record: dict) -> RolloutBatch:
+    """The batch that `batch_record` gave."""
+    return RolloutBatch(**{**record, "rollouts": [Rollout(**rollout) for rollout in record["rollouts"]]})
+
+
 def write_rollouts(path: str | os.PathLike, rollouts: Iterable[Rollout], **extra) -> None:
     """Append one JSON object a rollout; `extra` fields (say the update's index) go into each."""
     path = Path(path)

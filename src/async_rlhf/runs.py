@@ -18,6 +18,7 @@ RUN_FILES = (
     "rollouts.jsonl",
     "completions",
     "checkpoint-*",
+    ".checkpoint-*.part",
     "_generations",
     "_evaluation",
 )

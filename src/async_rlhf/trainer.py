@@ -18,6 +18,18 @@ from transformers import AutoConfig
 from async_rlhf import distributed
 from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
 from async_rlhf.batching import micro_batches, select, split_to
+from async_rlhf.checkpoint import (
+    STATE,
+    Progress,
+    find_checkpoint,
+    load_progress,
+    load_state,
+    new_folder,
+    random_states,
+    restore_random_states,
+    rewind,
+    save_state,
+)
 from async_rlhf.config import BatchPlan, RLConfig, parse, require
 from async_rlhf.data import Encoder, PromptData, PromptStream, load_prompts, quiet_libraries
 from async_rlhf.dry_run import check_paths, dry_run, reward_columns
@@ -40,9 +52,10 @@ from async_rlhf.models import (
 )
 from async_rlhf.optimization import ModuleOptimizer, open_accelerator
 from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
+from async_rlhf.preemption import StopSignals, leave
 from async_rlhf.rewards import RewardContext, Scores, load_rewards, rollout_samples
-from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, write_rollouts
-from async_rlhf.runs import claim_folder, link_output, place_run, record_run
+from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, batch_record, read_batch, write_rollouts
+from async_rlhf.runs import claim_folder, link_output, place_run, record_run, run_settings
 from async_rlhf.trackers import log, log_table, open_trackers
 from async_rlhf.vllm_utils import check_engine_model, choose_device, open_generator, trainer_cores
 from async_rlhf.weights import WeightStore, plain_model, whole_weights
@@ -74,9 +87,9 @@ class Trainer:
         self.eval_prompts = load_prompts(config, self.encoder, "eval", columns) if config.eval_steps else None
         self.engine_device = choose_device(config.vllm_device, distributed.world_size()) if config.generator == "vllm" else None
         self._check_model()
+        checkpoint = distributed.broadcast(find_checkpoint(config) if distributed.is_main() else None)
         if distributed.is_main():
-            claim_folder(self.output, config.overwrite_output_dir)
-            open_trackers(self.accelerator, asdict(config))
+            self._open_folder(checkpoint)
         self._bind_to_cores()
         self._load_models()
         if distributed.is_main():  # from here on the folder holds a run
@@ -88,14 +101,23 @@ class Trainer:
             }
             record_run(self.output, self.algorithm_name, asdict(config) | settled)
         self.metrics, self.timers = Metrics(), Timers()
-        self.steps_at = {0: 0}
-        self.last_record: dict[str, float] = {}
-        self.last_evaluation: dict[str, float] = {}
+        self.progress, self.held = Progress(0, {0: 0}), []
+        if checkpoint:
+            self._restore(checkpoint)
 
     # -- set-up -------------------------------------------------------------------------------------------------------------
 
     def _reference_path(self) -> str:
         return self.config.sft_model_path or self.config.model_name_or_path
+
+    def _open_folder(self, checkpoint: Path | None) -> None:
+        earlier = run_settings(self.config.output_dir) if self.config.resume_from_checkpoint else {}
+        if earlier:
+            self.config.wandb_run_id = earlier["wandb_run_id"]  # one run in the trackers, too
+            rewind(self.output, load_progress(checkpoint) if checkpoint else None)
+        else:
+            claim_folder(self.output, self.config.overwrite_output_dir)
+        open_trackers(self.accelerator, asdict(self.config), resume=bool(earlier))
 
     def _check_model(self) -> None:
         model_config = AutoConfig.from_pretrained(self.config.model_name_or_path, trust_remote_code=self.config.trust_remote_code)
@@ -146,22 +168,28 @@ class Trainer:
         config, main = self.config, distributed.is_main()  # asked now: at the end there are no ranks any more
         self.store = WeightStore(config.max_staleness + 1, config.snapshot_dir)
         self.pipeline = self._open_pipeline() if distributed.is_main() else None
-        self.bar = tqdm(total=self.plan.updates, unit="update", disable=not distributed.is_main(), mininterval=1.0)
+        done, quiet = self.progress.updates, not distributed.is_main()
+        self.bar = tqdm(total=self.plan.updates, initial=done, unit="update", disable=quiet, mininterval=1.0)
         saves = self.plan.saves(config.save_steps)
+        stopped = False
         try:
-            self._publish(0)
+            self._publish(done)
             if self.pipeline:
                 self.pipeline.start()
-            for update in range(self.plan.updates):
-                with self.timers.time("update"):
-                    batch = self._next_batch(update)
-                    scored = self._score(self._deal(batch, update), update)
-                    self._train(self.algorithm.make_batch(scored, self.metrics), scored, update)
-                    self._publish(update + 1)
-                self._log(update, batch)
-                if update + 1 in saves:
-                    self._save(update + 1)
-            if config.eval_steps:
+            with StopSignals() as signals:
+                for update in range(done, self.plan.updates):
+                    with self.timers.time("update"):
+                        batch = self._next_batch(update)
+                        scored = self._score(self._deal(batch, update), update)
+                        self._train(self.algorithm.make_batch(scored, self.metrics), scored, update)
+                        self._publish(update + 1)
+                    self._log(update, batch)
+                    stopped = signals.asked() and update + 1 < self.plan.updates
+                    if update + 1 in saves or stopped:
+                        self._save(update + 1)
+                    if stopped:
+                        break
+            if config.eval_steps and not stopped:
                 self._next_batch(self.plan.updates)
                 if main:
                     (self.output / f"checkpoint-{self.plan.updates}" / "README.md").write_text(self._card(), encoding="utf-8")
@@ -171,6 +199,8 @@ class Trainer:
                 self.pipeline.close()
             self.store.close()
             self.accelerator.end_training()
+        if stopped:
+            leave(self.output, self.progress.updates)
         if main:
             link_output(self.output)
             if config.push_to_hub:
@@ -205,6 +235,9 @@ class Trainer:
             timeout=config.generator_timeout,
             evaluation=evaluation,
             max_mismatch=bound,
+            first_batch=self.progress.updates + sum(batch.kind == "train" for batch in self.held),
+            held=self.held,
+            evaluated=self.progress.evaluated,
             score=self._score_in_pipeline if config.score_in_pipeline else None,
         )
 
@@ -270,7 +303,7 @@ class Trainer:
         self.metrics.observe("objective/entropy", sequence_sum(-behaviour, mask).flatten().cpu())
         self.metrics.observe("objective/rlhf_reward", (scores.to(device) - self.algorithm.kl_coef * kl.flatten()).cpu())
         scores = scores.view(shape[:2]).to(device)
-        behind = torch.tensor([self.optimizer.steps - self.steps_at[group[0].versions[0]] for group in groups], device=device)
+        behind = torch.tensor([self.optimizer.steps - self.progress.steps_at[group[0].versions[0]] for group in groups], device=device)
         evaluate = partial(self._evaluate_module, tokens)
         return ScoredBatch(update, groups, tokens, mask, scores, behaviour, ref_logprobs, behind, evaluate)
 
@@ -320,7 +353,7 @@ class Trainer:
         versions = [version for group in scored.rollouts for rollout in group for version in rollout.versions]
         self.metrics.observe("staleness/batches_mean", [update - version for version in versions])
         self.metrics.maximum("staleness/batches_max", update - min(versions))
-        sampled_at = torch.tensor([self.steps_at[version] for version in versions], dtype=torch.float64)
+        sampled_at = torch.tensor([self.progress.steps_at[version] for version in versions], dtype=torch.float64)
         started = self.optimizer.steps
         with self.timers.time("train"):
             stopped = False
@@ -352,7 +385,7 @@ class Trainer:
     # -- after an update ----------------------------------------------------------------------------------------------------
 
     def _publish(self, version: int) -> None:
-        self.steps_at[version] = self.optimizer.steps
+        self.progress.steps_at[version] = self.optimizer.steps
         if not self.pipeline:
             return
         with self.timers.time("weight_sync"):
@@ -393,7 +426,7 @@ class Trainer:
         }
         if batch.mismatch is not None:
             record["mismatch/logprob_abs"] = batch.mismatch
-        self.last_record = record
+        self.progress.last_record = record
         if distributed.is_main():
             append_json(self.output / "metrics.jsonl", record)
             self.bar.set_postfix_str(
@@ -416,7 +449,7 @@ class Trainer:
             "eval/eos_frac": float(np.mean([row[2] for row in rows])),
             "eval/response_length": float(np.mean([len(rollout.response_ids) for rollout in batch.rollouts])),
         }
-        self.last_evaluation = values | {"eval/version": batch.version}
+        self.progress.last_evaluation = values | {"eval/version": batch.version}
         if distributed.is_main():
             record = {"version": batch.version, "step": batch.version, "episode": batch.version * self.plan.completions, **values}
             append_json(self.output / "eval.jsonl", record)
@@ -429,13 +462,32 @@ class Trainer:
         log(self.accelerator, {**values, "eval/version": batch.version}, done)
 
     def _save(self, updates: int) -> None:
-        if distributed.is_main():
-            model, state = plain_model(self.optimizer.model)
-            beside = {name: plain_model(other) for name, other in self.algorithm.models(self.optimizer.unwrapped).items()}
-            save_model(model, self.tokenizer, self.output / f"checkpoint-{updates}", state, self._card(), beside)
+        """A checkpoint, at the end of an update. It waits for the batches that were to be sampled with snapshots before this one."""
+        self.progress.updates = updates
+        if self.pipeline:
+            self.held, self.progress.evaluated = self.pipeline.hold(updates + self.config.max_staleness)
+        random_states_of_ranks = distributed.all_gather(random_states())
+        with new_folder(self.output / f"checkpoint-{updates}", self.config.save_total_limit) as folder:
+            self.optimizer.save_shards(folder / STATE)
+            if distributed.is_main():
+                model, weights = plain_model(self.optimizer.model)
+                beside = {name: plain_model(other) for name, other in self.algorithm.models(self.optimizer.unwrapped).items()}
+                save_model(model, self.tokenizer, folder, weights, self._card(), beside)
+                state = {"optimizer": self.optimizer.state_dict(), "algorithm": self.algorithm.state_dict()}
+                state |= {"rewards": self.rewards.state_dict(), "random": random_states_of_ranks}
+                save_state(folder, self.progress, state | {"held": [batch_record(batch) for batch in self.held]}, self.output)
+
+    def _restore(self, checkpoint: Path) -> None:
+        self.progress, state = load_progress(checkpoint), load_state(checkpoint)
+        self.optimizer.load_shards(checkpoint / STATE)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.rewards.load_state_dict(state["rewards"])
+        self.held = [read_batch(record) for record in state["held"]]
+        restore_random_states(state["random"][distributed.rank()])
 
     def _card(self) -> str:
-        return str(model_card(self.config, self.algorithm_name, self.last_record, self.last_evaluation))
+        return str(model_card(self.config, self.algorithm_name, self.progress.last_record, self.progress.last_evaluation))
 
 
 def run_algorithm(config_class: type[RLConfig], algorithm_class: type[Algorithm]) -> None:

@@ -67,6 +67,14 @@ class RewardSet:
         """Scores `[n]` by name, with their weighted sum."""
         return Scores(sum(part.settings.weight * by_name[part.name] for part in self.parts), by_name, observed or {})
 
+    def state_dict(self) -> dict[str, list]:
+        """Scores of the data set's completions, by reward: asked again in another batch, a model's would differ in the last digits."""
+        return {part.name: [[*key, score] for key, score in part.references.items()] for part in self.parts if part.references}
+
+    def load_state_dict(self, state: dict[str, list]) -> None:
+        for part in self.parts:
+            part.references = {(prompt, text): score for prompt, text, score in state.get(part.name, [])}
+
     def close(self) -> None:
         for part in self.parts:
             getattr(part.reward, "close", lambda: None)()
