@@ -8,6 +8,7 @@ from async_rlhf import distributed
 from async_rlhf.config import BatchPlan, RLConfig, UserError, require
 from async_rlhf.data import Encoder, describe_split
 from async_rlhf.models import check_model_path
+from async_rlhf.remote_reference import check_remote_reference
 from async_rlhf.rewards import read_rewards
 from async_rlhf.vllm_utils import choose_device
 
@@ -19,13 +20,15 @@ def check_paths(config: RLConfig) -> None:
         if getattr(config, field, None):
             check_model_path(getattr(config, field), field)
     read_rewards(config.rewards, "reward")
+    check_remote_reference(config)
     require(config.generator != "replay" or Path(config.replay_path).is_file(), f"replay_path {config.replay_path!r}: no such file")
 
 
 def reward_columns(config: RLConfig) -> set[str]:
     """Columns of the data set that the rewards read, the prompt's apart."""
-    relative = any(settings.relative for settings in read_rewards(config.rewards, "reward").values())
-    return Encoder.completion_columns(config) if relative else set()
+    settings = read_rewards(config.rewards, "reward").values()
+    completions = Encoder.completion_columns(config) if any(one.relative for one in settings) else set()
+    return completions.union(*(one.columns for one in settings))
 
 
 def dry_run(config: RLConfig) -> None:

@@ -64,6 +64,11 @@ class RewardSettings:
     weight: float = setting(1.0, "What its score counts for in the sum.")
     relative: bool = setting(False, "Subtract the score of the data set's own completion of the prompt, which is scored once.")
 
+    @property
+    def columns(self) -> set[str]:
+        """Columns of the data set that it cannot do without."""
+        return set()
+
     def default_name(self) -> str:
         raise NotImplementedError
 
