@@ -137,12 +137,15 @@ class Worker:
         """What the function gives, unless the client has gone before it is its turn.
 
         Raises:
-            HTTPException: 500, whatever the function raises, with its message.
+            HTTPException: 500, whatever the function raises, with its message; 503, the server stops first.
         """
         async with self._turn:
             if await request.is_disconnected():
                 raise HTTPException(499, "the client has gone")
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, function, *arguments)
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, function, *arguments)
+            except asyncio.CancelledError as error:
+                raise HTTPException(503, "the server is stopping") from error
 
     def _compute(self, function: Callable[..., Any], *arguments) -> Any:
         self.busy = True
