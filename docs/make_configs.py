@@ -26,6 +26,7 @@ SCRIPTS = {  # a script and the class of its settings; a new one is a line here
     "online_dpo": "OnlineDPOConfig",
     "ppo": "PPOConfig",
     "rloo": "RLOOConfig",
+    "serve_reward_model": "ServeConfig",
     "generate_for_eval": "GenerateConfig",
     "load_and_eval": "EvaluateConfig",
 }

@@ -1,6 +1,9 @@
 """Forwards of rows of like length, within a budget of tokens, so that little of a forward is padding."""
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from async_rlhf.algorithm import Tensors
 
@@ -35,6 +38,16 @@ def micro_batches(rows: Tensors, prompts_per_forward: int) -> list[torch.Tensor]
             chunks.append([i])
             widest, longest, used = prompts[i], responses[i], tokens
     return [torch.tensor(chunk) for chunk in chunks]
+
+
+def forward_rows(module: nn.Module, rows: Tensors, prompts_per_forward: int, **options) -> Any:
+    """What the module gives for every row, one tensor or several, in the rows' order, in forwards of rows of like length."""
+    chunks = micro_batches(rows, prompts_per_forward)
+    outputs = [module(**select(rows, chunk), **options) for chunk in chunks]
+    order = torch.argsort(torch.cat(chunks)).to(rows["response_ids"].device)
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.cat(outputs)[order]
+    return tuple(torch.cat(parts)[order] for parts in zip(*outputs, strict=True))
 
 
 def split_to(chunks: list[torch.Tensor], count: int) -> list[torch.Tensor]:

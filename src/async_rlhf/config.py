@@ -164,6 +164,17 @@ class RLConfig(RunConfig, DataConfig, ModelConfig, GeneratorConfig):
     overwrite_output_dir: bool = setting(False, "Delete what an earlier run left in `output_dir`; otherwise that is an error.")
     seed: int = setting(1, "Seed of everything random: prompt order, sampling, mini-batches.")
     sft_model_path: str | None = setting(None, "The reference policy. Default: `model_name_or_path`.")
+    reference_url: list[str] = setting(
+        [], "Servers of the reference policy, asked instead of loading it here; `sft_model_path` then names it for the evaluation alone."
+    )
+    reference_server: Literal["serve_reward_model", "vllm"] = setting(
+        "serve_reward_model",
+        "What answers there: serve_reward_model.py with a `reference_model_path`, or vLLM's own server, for `temperature: 1` alone; "
+        "its URL ends in /v1.",
+    )
+    reference_request: dict = setting(
+        {}, "How the servers are asked: batch_size, timeout, retries, ... ([rewards.md](rewards.md)), as a mapping."
+    )
     reward: list[str] = setting(
         [],
         "The rewards, whose weighted sum is the score. Each is a model folder or hub name, a Python function as `path/file.py:name` or "
@@ -242,6 +253,16 @@ class RLConfig(RunConfig, DataConfig, ModelConfig, GeneratorConfig):
         require(limit is None or limit >= 1, f"save_total_limit {limit}: at least 1, or null for all")
         other = self.use_peft and self.sft_model_path not in (None, self.model_name_or_path)
         require(not other, f"sft_model_path {self.sft_model_path!r}: with use_peft the reference is model_name_or_path without the adapter")
+        require(
+            not (self.use_peft and self.reference_url),
+            "reference_url: with use_peft the reference is model_name_or_path without the adapter, which is here already: leave it out",
+        )
+        at_one = not self.reference_url or self.reference_server != "vllm" or self.temperature == 1
+        require(
+            at_one,
+            f"reference_server vllm: its log-probabilities are those of temperature 1, and temperature is {self.temperature}: set it to 1, "
+            "or serve the reference by serve_reward_model.py",
+        )
         require(not (self.reward and self.reward_model_path), "reward and reward_model_path exclude each other")
         eos = self.missing_eos_penalty, self.missing_eos_score
         require(None in eos, "missing_eos_penalty and missing_eos_score exclude each other")

@@ -8,6 +8,7 @@ from async_rlhf import distributed
 from async_rlhf.config import BatchPlan, RLConfig, UserError, require
 from async_rlhf.data import Encoder, describe_split
 from async_rlhf.models import check_model_path
+from async_rlhf.remote_reference import check_remote_reference
 from async_rlhf.rewards import read_rewards
 from async_rlhf.vllm_utils import choose_device
 
@@ -27,6 +28,7 @@ def check_paths(config: RLConfig) -> None:
     k, reason = config.num_generations, f"the reward {compares} compares the samples of a prompt"
     require(not compares or k > 1, f"num_generations {k}: {reason}, and needs 2 or more")
     require(not compares or not config.eval_steps, f"eval_steps: {reason}, and held-out prompts are sampled once")
+    check_remote_reference(config)
     require(config.generator != "replay" or Path(config.replay_path).is_file(), f"replay_path {config.replay_path!r}: no such file")
 
 

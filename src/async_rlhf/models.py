@@ -1,5 +1,6 @@
 """Load policy, tokenizer and scratch models; response log-probabilities."""
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import (
 from async_rlhf.config import ModelConfig, UserError, require
 
 PAD, EOS = "<pad>", "<eos>"
+DIGEST_ELEMENTS = 4096  # of each parameter
 TOKEN_FIELDS = ("prompt_ids", "prompt_length", "response_ids", "response_length")  # of `pad_tokens`: what a forward takes
 
 
@@ -216,6 +218,16 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+
+
+def weights_digest(model: nn.Module) -> str:
+    """16 hex digits of a hash of a part of every parameter, so that models with other weights, or in another type, have another."""
+    sha = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        some = flat[:: max(1, len(flat) // DIGEST_ELEMENTS)].float().cpu()
+        sha.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode() + some.numpy().tobytes())
+    return sha.hexdigest()[:16]
 
 
 def train_tokenizer(texts, vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:

@@ -2,7 +2,6 @@
 
 import os
 import traceback
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import set_seed
-from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig
 
 from async_rlhf import distributed
 from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
-from async_rlhf.batching import micro_batches, select, split_to
+from async_rlhf.batching import forward_rows, micro_batches, select, split_to
 from async_rlhf.checkpoint import (
     STATE,
     Progress,
@@ -53,6 +51,8 @@ from async_rlhf.models import (
 from async_rlhf.optimization import ModuleOptimizer, open_accelerator
 from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
 from async_rlhf.preemption import StopSignals, leave
+from async_rlhf.reference import LocalReference
+from async_rlhf.remote_reference import open_remote_reference
 from async_rlhf.rewards import RewardContext, Scores, load_rewards, rollout_samples
 from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, batch_record, read_batch, write_rollouts
 from async_rlhf.runs import claim_folder, link_output, place_run, record_run, run_settings
@@ -88,6 +88,7 @@ class Trainer:
         self.engine_device = choose_device(config.vllm_device, distributed.world_size()) if config.generator == "vllm" else None
         self._check_model()
         checkpoint = distributed.broadcast(find_checkpoint(config) if distributed.is_main() else None)
+        self.reference = open_remote_reference(config, self.tokenizer, self.longest)  # None where it is no server's
         if distributed.is_main():
             self._open_folder(checkpoint)
         self._bind_to_cores()
@@ -108,7 +109,8 @@ class Trainer:
     # -- set-up -------------------------------------------------------------------------------------------------------------
 
     def _reference_path(self) -> str:
-        return self.config.sft_model_path or self.config.model_name_or_path
+        served = self.reference.path if self.reference else None
+        return self.config.sft_model_path or served or self.config.model_name_or_path
 
     def _open_folder(self, checkpoint: Path | None) -> None:
         earlier = run_settings(self.config.output_dir) if self.config.resume_from_checkpoint else {}
@@ -123,8 +125,9 @@ class Trainer:
         model_config = AutoConfig.from_pretrained(self.config.model_name_or_path, trust_remote_code=self.config.trust_remote_code)
         context = getattr(model_config, "max_position_embeddings", None) or 1 << 30
         longest = max(map(len, self.prompts.ids))
+        self.longest = longest + self.config.response_length
         require(
-            longest + self.config.response_length <= context,
+            self.longest <= context,
             f"longest prompt {longest} + response_length {self.config.response_length} is over the model's context {context}: "
             "lower max_prompt_length or response_length",
         )
@@ -151,16 +154,19 @@ class Trainer:
             model = get_peft_model(model, self.peft)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        self.reference = None
-        if not self.peft:
+        if not (self.peft or self.reference):
             reference = load_causal_lm(config, self._reference_path())
-            self.reference = Policy(reference.requires_grad_(False), config.share_prompts).eval().to(device)
+            reference = Policy(reference.requires_grad_(False), config.share_prompts).eval().to(device)
+            self.reference = LocalReference(reference, self.plan.prompts_per_forward)
         dtype = getattr(torch, config.torch_dtype, torch.float32)
         context = RewardContext(device, self.tokenizer, config.reward_batch_size, dtype, config.trust_remote_code)
         self.rewards = load_rewards(config.rewards, "reward", context)
         mixed_precision = self.accelerator.mixed_precision != "no"
         module = self.algorithm.module(Policy(model, config.share_prompts), self.rewards, mixed_precision).train()
         self.optimizer = ModuleOptimizer(self.accelerator, config, module, self.plan.optimizer_steps)
+        if self.peft:
+            policy = self.optimizer.unwrapped.policy
+            self.reference = LocalReference(policy, self.plan.prompts_per_forward, policy.model.disable_adapter)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
@@ -292,7 +298,7 @@ class Trainer:
             finished = torch.tensor([rollout.finish_reason == "stop" for rollout in flat])
             scores = penalize_missing_eos(raw, finished, config.missing_eos_penalty, config.missing_eos_score)
             tokens = {name: tensor.to(device) for name, tensor in tokens.items()}
-            ref_logprobs = self._ref_logprobs(tokens)
+            ref_logprobs = self.reference(tokens, config.temperature)
         behaviour = torch.tensor([[r.logprobs + [0.0] * (shape[-1] - len(r.logprobs)) for r in group] for group in groups])
         self._observe(flat, scores, finished)
         for name, values in (by_name | observed).items():
@@ -326,27 +332,12 @@ class Trainer:
         self.metrics.observe("rollout/eos_frac", finished.float())
 
     @torch.no_grad()
-    def _ref_logprobs(self, tokens: Tensors) -> torch.Tensor:
-        policy = self.reference or self.optimizer.unwrapped.policy
-        with policy.model.disable_adapter() if self.peft else nullcontext():
-            return self._forward(policy, tokens)
-
-    @torch.no_grad()
     def _evaluate_module(self, tokens: Tensors, **options) -> Any:
         module = self.optimizer.unwrapped.eval()
         with self.timers.time("score"), self.accelerator.autocast():
-            outputs = self._forward(module, tokens, **options)
+            outputs = forward_rows(module, tokens, self.plan.prompts_per_forward, temperature=self.config.temperature, **options)
         module.train()
         return outputs
-
-    def _forward(self, module: nn.Module, tokens: Tensors, **options) -> Any:
-        """What the module gives for every row, one tensor or several, in the rows' order."""
-        chunks = micro_batches(tokens, self.plan.prompts_per_forward)
-        outputs = [module(**select(tokens, chunk), temperature=self.config.temperature, **options) for chunk in chunks]
-        order = torch.argsort(torch.cat(chunks)).to(self.accelerator.device)
-        if isinstance(outputs[0], torch.Tensor):
-            return torch.cat(outputs)[order]
-        return tuple(torch.cat(parts)[order] for parts in zip(*outputs, strict=True))
 
     def _train(self, batch: Tensors, scored: ScoredBatch, update: int) -> None:
         per_step = len(batch["weight"]) // self.config.num_mini_batches

@@ -1,6 +1,6 @@
 """From what a configuration names to rewards.
 
-A reward is named by a string: a model folder or hub name, `file.py:name` or `package.module:name` for a Python function, or a JSON
+A reward is named by a string: a model folder or hub name, `file.py:name` or `package.module:name` for a Python function, a URL, or a JSON
 mapping whose first key is its kind: `{"model": "folder", "max_length": 512, "weight": 0.5}`.
 """
 
@@ -15,8 +15,19 @@ from async_rlhf.rewards.combined import RewardPart, RewardSet
 from async_rlhf.rewards.function import FUNCTION, FunctionSettings
 from async_rlhf.rewards.judge import JudgeSettings
 from async_rlhf.rewards.model import ModelSettings
+from async_rlhf.rewards.remote import RemoteSettings
 
-KINDS: dict[str, type[RewardSettings]] = {"model": ModelSettings, "function": FunctionSettings, "judge": JudgeSettings}
+KINDS: dict[str, type[RewardSettings]] = {
+    "model": ModelSettings,
+    "function": FunctionSettings,
+    "remote": RemoteSettings,
+    "judge": JudgeSettings,
+}
+    "model": ModelSettings,
+    "function": FunctionSettings,
+    "remote": RemoteSettings,
+    "judge": JudgeSettings,
+}
 
 
 def read_rewards(specs: Sequence[str | None], field: str) -> dict[str, RewardSettings]:
@@ -49,7 +60,7 @@ def load_rewards(specs: Sequence[str | None], field: str, context: RewardContext
 
 def _read(spec: str, field: str) -> RewardSettings:
     if not spec.lstrip().startswith("{"):
-        kind = "function" if FUNCTION.fullmatch(spec) else "model"
+        kind = "remote" if spec.startswith(("http://", "https://")) else "function" if FUNCTION.fullmatch(spec) else "model"
         return KINDS[kind](**{kind: spec})
     try:
         mapping = json.loads(spec)

@@ -1,6 +1,5 @@
 """A reward model: a sequence classifier with one output, a decoder read at its last token or an encoder, with its own tokenizer."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from async_rlhf.config import UserError, require, setting
 from async_rlhf.models import check_model_path
 from async_rlhf.rewards.base import RewardContext, RewardSettings, Sample
+from async_rlhf.vocabulary import same_vocabulary
 
 ENCODERS = {"bert", "roberta", "distilbert", "deberta", "deberta-v2", "electra", "albert", "mpnet", "xlm-roberta", "modernbert"}
 
@@ -125,20 +125,3 @@ def join_ids(prompt: list[int], response: list[int], max_length: int) -> list[in
     """What a decoder reads: the end of the prompt, as much as fits, and the whole response."""
     room = max(0, max_length - len(response))
     return (prompt[-room:] if room else []) + response
-
-
-def same_vocabulary(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
-    """Whether both turn any text into the same ids: equal tokenization models, and no id that means two things.
-
-    A pad token that only one of them has does not count against it.
-    """
-    if not (a.is_fast and b.is_fast):
-        return False
-    parts_a, parts_b = (json.loads(t.backend_tokenizer.to_str()) for t in (a, b))
-    if any(parts_a[key] != parts_b[key] for key in ("model", "normalizer", "pre_tokenizer")):
-        return False
-    vocabulary_a, vocabulary_b = a.get_vocab(), b.get_vocab()
-    by_id_a, by_id_b = ({i: token for token, i in v.items()} for v in (vocabulary_a, vocabulary_b))
-    shared = by_id_a.keys() & by_id_b.keys()
-    extra = (by_id_a.keys() ^ by_id_b.keys()) - {a.pad_token_id, b.pad_token_id}
-    return not extra and all(by_id_a[i] == by_id_b[i] for i in shared) and a.eos_token_id == b.eos_token_id
