@@ -27,7 +27,7 @@ STATE, MANIFEST, PROGRESS, TENSORS = "trainer_state", "manifest.json", "progress
 RESUMABLE = 2  # checkpoints that keep their state: the newest, and the one before it in case that one is damaged
 LOGS = ("metrics.jsonl", "eval.jsonl", "rollouts.jsonl", "completions/*.jsonl")
 FREE = frozenset(
-    "resume_from_checkpoint overwrite_output_dir output_dir output_global_parent_dir report_to project run_name wandb_run_id "
+    "resume_from_checkpoint overwrite_output_dir output_dir reference_url output_global_parent_dir report_to project run_name wandb_run_id "
     "push_to_hub hub_model_id generate_config evaluate_config vllm_device vllm_gpu_memory_utilization vllm_cpu_kvcache_gib "
     "vllm_enforce_eager generator_timeout snapshot_dir save_steps save_total_limit dry_run".split()
 )

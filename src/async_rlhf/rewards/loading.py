@@ -23,11 +23,6 @@ KINDS: dict[str, type[RewardSettings]] = {
     "remote": RemoteSettings,
     "judge": JudgeSettings,
 }
-    "model": ModelSettings,
-    "function": FunctionSettings,
-    "remote": RemoteSettings,
-    "judge": JudgeSettings,
-}
 
 
 def read_rewards(specs: Sequence[str | None], field: str) -> dict[str, RewardSettings]:
