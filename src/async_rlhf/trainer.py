@@ -3,7 +3,6 @@
 import os
 import traceback
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +28,18 @@ from async_rlhf.checkpoint import (
     save_state,
 )
 from async_rlhf.config import BatchPlan, RLConfig, parse, require
-from async_rlhf.data import Encoder, PromptData, PromptStream, load_prompts, quiet_libraries
+from async_rlhf.data import Encoder, PromptStream, load_prompts, quiet_libraries
 from async_rlhf.dry_run import check_paths, dry_run, reward_columns
 from async_rlhf.generation import Sampling
-from async_rlhf.losses import penalize_missing_eos, sequence_sum
 from async_rlhf.metrics import Metrics, Timers, append_json
 from async_rlhf.model_card import check_push, model_card, push_checkpoint
 from async_rlhf.models import (
     Policy,
     disable_dropout,
     end_token_ids,
-    length_mask,
     load_causal_lm,
     load_tokenizer,
     lora_config,
-    pad_tokens,
     save_model,
     token_logprobs,
     trained_dtype,
@@ -53,9 +49,10 @@ from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
 from async_rlhf.preemption import StopSignals, leave
 from async_rlhf.reference import LocalReference
 from async_rlhf.remote_reference import open_remote_reference
-from async_rlhf.rewards import RewardContext, Scores, load_rewards, rollout_samples
+from async_rlhf.rewards import RewardContext, load_rewards
 from async_rlhf.rollout import Prompt, Rollout, RolloutBatch, batch_record, read_batch, write_rollouts
 from async_rlhf.runs import claim_folder, link_output, place_run, record_run, run_settings
+from async_rlhf.scoring import Scorer
 from async_rlhf.trackers import log, log_table, open_trackers
 from async_rlhf.vllm_utils import check_engine_model, choose_device, open_generator, trainer_cores
 from async_rlhf.weights import WeightStore, plain_model, whole_weights
@@ -167,6 +164,8 @@ class Trainer:
         if self.peft:
             policy = self.optimizer.unwrapped.policy
             self.reference = LocalReference(policy, self.plan.prompts_per_forward, policy.model.disable_adapter)
+        prompts = {"train": self.prompts, "eval": self.eval_prompts}
+        self.scorer = Scorer(config, self.rewards, self.reference, self.encoder, prompts, device)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
@@ -244,7 +243,7 @@ class Trainer:
             first_batch=self.progress.updates + sum(batch.kind == "train" for batch in self.held),
             held=self.held,
             evaluated=self.progress.evaluated,
-            score=self._score_in_pipeline if config.score_in_pipeline else None,
+            score=self.scorer.score_in_pipeline if config.score_in_pipeline else None,
         )
 
     def _shares_model(self) -> bool:
@@ -287,49 +286,9 @@ class Trainer:
         return [groups[i] for i in mine]
 
     def _score(self, groups: list[list[Rollout]], update: int) -> ScoredBatch:
-        device, config = self.accelerator.device, self.config
-        responses = [[rollout.response_ids for rollout in group] for group in groups]
-        tokens = pad_tokens([group[0].prompt_ids for group in groups], responses, self.tokenizer.pad_token_id)
-        shape = tokens["response_ids"].shape
-        mask = length_mask(tokens["response_length"], shape[-1])
+        behind = [self.optimizer.steps - self.progress.steps_at[group[0].versions[0]] for group in groups]
         with self.timers.time("score"):
-            flat = [rollout for group in groups for rollout in group]
-            raw, by_name, observed = self._reward(flat, self.prompts)
-            finished = torch.tensor([rollout.finish_reason == "stop" for rollout in flat])
-            scores = penalize_missing_eos(raw, finished, config.missing_eos_penalty, config.missing_eos_score)
-            tokens = {name: tensor.to(device) for name, tensor in tokens.items()}
-            ref_logprobs = self.reference(tokens, config.temperature)
-        behaviour = torch.tensor([[r.logprobs + [0.0] * (shape[-1] - len(r.logprobs)) for r in group] for group in groups])
-        self._observe(flat, scores, finished)
-        for name, values in (by_name | observed).items():
-            self.metrics.observe(f"reward/{name}", values)
-        mask, behaviour = mask.to(device), behaviour.to(device)
-        kl = sequence_sum(behaviour - ref_logprobs, mask)
-        self.metrics.observe("objective/kl", kl.flatten().cpu())
-        self.metrics.observe("objective/entropy", sequence_sum(-behaviour, mask).flatten().cpu())
-        self.metrics.observe("objective/rlhf_reward", (scores.to(device) - self.algorithm.kl_coef * kl.flatten()).cpu())
-        scores = scores.view(shape[:2]).to(device)
-        behind = torch.tensor([self.optimizer.steps - self.progress.steps_at[group[0].versions[0]] for group in groups], device=device)
-        evaluate = partial(self._evaluate_module, tokens)
-        return ScoredBatch(update, groups, tokens, mask, scores, behaviour, ref_logprobs, behind, evaluate)
-
-    def _reward(self, rollouts: list[Rollout], prompts: PromptData) -> Scores:
-        """What the rewards give; asked already where they score in the pipeline."""
-        if self.config.score_in_pipeline:
-            names = [part.name for part in self.rewards.parts]
-            return self.rewards.sum({name: torch.tensor([rollout.rewards[name] for rollout in rollouts]) for name in names})
-        return self.rewards.score(rollout_samples(rollouts, prompts.rows, self.encoder))
-
-    def _score_in_pipeline(self, batch: RolloutBatch) -> None:
-        prompts = self.prompts if batch.kind == "train" else self.eval_prompts
-        _, by_name, batch.observed = self.rewards.score(rollout_samples(batch.rollouts, prompts.rows, self.encoder))
-        for i, rollout in enumerate(batch.rollouts):
-            rollout.rewards = {name: float(scores[i]) for name, scores in by_name.items()}
-
-    def _observe(self, rollouts: list[Rollout], scores: torch.Tensor, finished: torch.Tensor) -> None:
-        self.metrics.observe("objective/score", scores, std_name="objective/score_std")
-        self.metrics.observe("rollout/response_length", [len(rollout.response_ids) for rollout in rollouts])
-        self.metrics.observe("rollout/eos_frac", finished.float())
+            return self.scorer.score(update, groups, behind, self._evaluate_module, self.algorithm.kl_coef, self.metrics)
 
     @torch.no_grad()
     def _evaluate_module(self, tokens: Tensors, **options) -> Any:
@@ -428,28 +387,14 @@ class Trainer:
         log(self.accelerator, record, update + 1)
 
     def _evaluate(self, batch: RolloutBatch, done: int) -> None:
-        """Score held-out completions, write them to a file and log their mean. Trackers take no step twice and none that is past, so they
-        get it at the updates `done`, with the snapshot's version beside it."""
-        mine = batch.rollouts[distributed.rank() :: distributed.world_size()]
-        samples = rollout_samples(mine, self.eval_prompts.rows, self.encoder)
-        scores = self._reward(mine, self.eval_prompts).total
-        gathered = distributed.all_gather([(s.prompt, s.response, s.finished, float(x)) for s, x in zip(samples, scores, strict=True)])
-        rows = [row for rank in gathered for row in rank]
-        values = {
-            "eval/score": float(np.mean([row[3] for row in rows])),
-            "eval/eos_frac": float(np.mean([row[2] for row in rows])),
-            "eval/response_length": float(np.mean([len(rollout.response_ids) for rollout in batch.rollouts])),
-        }
+        """Score held-out completions and log their mean. Trackers take no step twice and none that is past, so they get it at the updates
+        `done`, with the snapshot's version beside it."""
+        values, rows = self.scorer.evaluate(batch, self.output / "completions")
         self.progress.last_evaluation = values | {"eval/version": batch.version}
         if distributed.is_main():
             record = {"version": batch.version, "step": batch.version, "episode": batch.version * self.plan.completions, **values}
             append_json(self.output / "eval.jsonl", record)
-            folder = self.output / "completions"
-            folder.mkdir(exist_ok=True)
-            lines = [dict(zip(("prompt", "response", "finished", "score"), row, strict=True)) for row in rows]
-            for line in lines:
-                append_json(folder / f"eval-{batch.version:06d}.jsonl", line)
-            log_table(self.accelerator, "eval/completions", lines[:TABLE_ROWS], step=done)
+            log_table(self.accelerator, "eval/completions", rows[:TABLE_ROWS], step=done)
         log(self.accelerator, {**values, "eval/version": batch.version}, done)
 
     def _save(self, updates: int) -> None:
