@@ -50,13 +50,13 @@ def plain_loop(config, tokenizer):
         mask = length_mask(tokens["response_length"], logprobs.shape[-1])
         logratio = torch.where(mask, logprobs - ref[at, pair], 0.0).sum(-1)
         untied = (~tied).float()
-        loss = (preference_loss(logratio[:, 0], logratio[:, 1], config.beta) * untied).sum() / untied.sum()
-        loss.backward()
+        total = (preference_loss(logratio[:, 0], logratio[:, 1], config.beta) * untied).sum()
+        (total / untied.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - update / UPDATES)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(total.item() / untied.sum().item())
     return losses, model
 
 
