@@ -50,6 +50,8 @@ def dry_run(config: RLConfig) -> None:
         print(describe_split(config, split, Encoder.prompt_columns(config) | reward_columns(config))[0])
     print(plan.describe(config))
     print(f"devices: {_device_plan(config, processes)}")
+    if config.reference_url:
+        print(f"reference: asked of {', '.join(config.reference_url)} ({config.reference_server})")
     files = ["run_config.json", "metrics.jsonl", *(f"checkpoint-{n}" for n in plan.saves(config.save_steps))]
     files += ["eval.jsonl", "completions/"] * bool(config.eval_steps) + ["rollouts.jsonl"] * config.dump_rollouts
     print(f"files in {config.output_dir}: {', '.join(files)}")

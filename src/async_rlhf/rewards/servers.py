@@ -50,8 +50,8 @@ class RequestSettings:
                 parts = httpx.URL(url)
             except httpx.InvalidURL:
                 parts = httpx.URL()
-            require(parts.scheme in ("http", "https") and parts.host, f"{url!r}: a URL such as http://localhost:8000 is needed")
             require(not parts.userinfo, f"a URL of {parts.host} holds a password, and would be logged: take api_key_env")
+            require(parts.scheme in ("http", "https") and parts.host, f"{url!r}: a URL such as http://localhost:8000 is needed")
         api_key(self.api_key_env)
 
 
