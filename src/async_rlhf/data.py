@@ -5,7 +5,7 @@ gets and what a reward of the same vocabulary scores.
 """
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,11 @@ class Encoder:
 
     @staticmethod
     def prompt_columns(config: DataConfig) -> set[str]:
-        return _template_columns(config.prompt_template) or {config.prompt_column}
+        return template_columns(config.prompt_template) or {config.prompt_column}
 
     @staticmethod
     def completion_columns(config: DataConfig) -> set[str]:
-        return _template_columns(config.completion_template) or {config.completion_column}
+        return template_columns(config.completion_template) or {config.completion_column}
 
     def prompt_text(self, row: dict) -> str:
         """The prompt as the policy sees it, the chat template's marks included."""
@@ -142,19 +142,33 @@ class Encoder:
 
     def _field(self, row: dict, template: str | None, column: str) -> Any:
         if template is not None:
-            null = sorted(name for name in _template_columns(template) if row[name] is None)
-            require(not null, f"template {template!r}: column {', '.join(null)} of a row is null; its columns: {str(row)[:200]}")
-            return template.format_map(row)
+            return fill_template(template, row)
         value = row[column]
         require(value is not None, f"column {column!r}: a row is null; its other columns: {str(row)[:200]}")
         return value
 
 
-def _template_columns(template: str | None) -> set[str]:
+def template_columns(template: str | None) -> set[str]:
+    """The columns that a template names.
+
+    Raises:
+        UserError: it is no format string.
+    """
     try:
         return {name for _, name, _, _ in string.Formatter().parse(template or "") if name}
     except ValueError as error:
         raise UserError(f"template {template!r}: {error}") from error
+
+
+def fill_template(template: str, row: Mapping[str, Any]) -> str:
+    """The template with its columns filled in from a row.
+
+    Raises:
+        UserError: a column that is null or not there.
+    """
+    null = sorted(name for name in template_columns(template) if name not in row or row[name] is None)
+    require(not null, f"template {template!r}: column {', '.join(null)} of a row is null or not there; its columns: {str(row)[:200]}")
+    return template.format_map(row)
 
 
 @dataclass

@@ -24,8 +24,9 @@ def check_paths(config: RLConfig) -> None:
 
 def reward_columns(config: RLConfig) -> set[str]:
     """Columns of the data set that the rewards read, the prompt's apart."""
-    relative = any(settings.relative for settings in read_rewards(config.rewards, "reward").values())
-    return Encoder.completion_columns(config) if relative else set()
+    rewards = read_rewards(config.rewards, "reward").values()
+    relative = any(settings.relative for settings in rewards)
+    return set().union(*(settings.columns() for settings in rewards), Encoder.completion_columns(config) if relative else ())
 
 
 def dry_run(config: RLConfig) -> None:

@@ -70,6 +70,10 @@ class RewardSettings:
     def check(self) -> None:
         """Raise `UserError` if the reward cannot be. Loads no model, asks no server."""
 
+    def columns(self) -> set[str]:
+        """Columns of the data set that it reads, the prompt's apart."""
+        return set()
+
     def open(self, context: RewardContext) -> Reward:
         """The reward itself.
 
