@@ -15,6 +15,7 @@ from async_rlhf.config import UserError, require, setting
 from async_rlhf.models import check_model_path
 from async_rlhf.rewards.base import RewardContext, RewardSettings, Sample
 from async_rlhf.rewards.heads import ENCODERS, Scorer, find_head, load_classifier, loading_under
+from async_rlhf.rewards.sharded import Meeting, Shards
 from async_rlhf.rewards.template import Template, check_template, columns_of
 
 
@@ -74,12 +75,10 @@ class ModelSettings(RewardSettings):
             chat_template=self.chat_template,
             prompt_column=self.prompt_column,
         )
-        if self.sharding == "none":
-            return RewardModel(**settings)
-        from async_rlhf.rewards.sharded import ShardedRewardModel
-
         self._check_processes(distributed.world_size())
-        return ShardedRewardModel(self.name or self.default_name(), self.sharding, self.offload, self.timeout, **settings)
+        sharded = self.sharding != "none"
+        shards = Shards(self.sharding, Meeting(self.name or self.default_name(), self.timeout), self.offload) if sharded else None
+        return RewardModel(**settings, shards=shards)
 
     def _check_processes(self, processes: int) -> None:
         enough = self.sharding == "none" or processes > 1
@@ -91,6 +90,7 @@ class RewardModel:
 
     The policy's token ids are scored as they are when `policy_tokenizer` is provably the same vocabulary and there is no template, and
     the text is tokenized anew otherwise. A decoder's score is read at the true last token, whatever the padding and whatever the pad id.
+    With `shards` every rank holds a part of the weights, and all ranks call it together.
 
     Raises:
         UserError: nothing loadable at `path`, no head of one output there, or a template that its tokenizer cannot fill.
@@ -109,9 +109,10 @@ class RewardModel:
         template: str | None = None,
         chat_template: bool = False,
         prompt_column: str | None = None,
+        shards: Shards | None = None,
     ):
         self.path, self.device, self.dtype, self.trust_remote_code = path, torch.device(device), dtype, trust_remote_code
-        self.batch_size = batch_size
+        self.batch_size, self.shards, self.collective = batch_size, shards, shards is not None
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, truncation_side="left")
             self.config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -131,10 +132,12 @@ class RewardModel:
     @property
     def model(self) -> nn.Module:
         """The classifier, of `transformers`."""
-        return self.scorer.model
+        return getattr(self.scorer, "module", self.scorer).model  # an engine of DeepSpeed has it in `module`
 
     def _load(self) -> nn.Module:
-        """The forward, on its device."""
+        """The forward, on its device, or this rank's share of it."""
+        if self.shards:
+            return self.shards.spread(self._scorer, self.config, self.dtype, self.device, self.trust_remote_code)
         with loading_under(None):
             return self._scorer().to(self.device)
 
@@ -147,7 +150,7 @@ class RewardModel:
         ids = [self.encode(sample) for sample in samples]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         chunks = [order[start : start + self.batch_size] for start in range(0, len(ids), self.batch_size)]
-        idle = self._forwards(len(chunks)) - len(chunks)
+        idle = max(self.shards.meeting.hold(len(chunks))) - len(chunks) if self.shards else 0  # forwards of other ranks alone
         scores = torch.empty(len(ids))
         for chunk in chunks:
             scores[chunk] = self.forward([ids[i] for i in chunk]).float().cpu()
@@ -155,9 +158,9 @@ class RewardModel:
             self.forward([[0]])
         return scores
 
-    def _forwards(self, own: int) -> int:
-        """How many forwards to make, of which `own` have samples."""
-        return own
+    def close(self) -> None:
+        if self.shards:
+            self.shards.meeting.close()
 
     def encode(self, sample: Sample) -> list[int]:
         """The token ids that are scored: prompt, response and, for a decoder, the end of sequence if the response has one."""

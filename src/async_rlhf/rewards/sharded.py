@@ -5,7 +5,10 @@ Its collectives need every rank. All of them meet before they compute, and whoev
 
 import re
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,8 +19,7 @@ from transformers.distributed import DistributedConfig
 
 from async_rlhf import distributed
 from async_rlhf.config import require
-from async_rlhf.rewards.heads import loading_under
-from async_rlhf.rewards.model import RewardModel
+from async_rlhf.rewards.heads import Scorer, loading_under
 
 
 class Meeting:
@@ -56,50 +58,45 @@ class Meeting:
             dist.destroy_process_group(self.group)
 
 
-class ShardedRewardModel(RewardModel):
-    """A reward model that every rank holds a share of. `offload` keeps the share in the CPU's memory."""
+@dataclass
+class Shards:
+    """How a reward model is spread over the ranks: `zero3`, with `offload` each rank's share in the CPU's memory, or `fsdp`."""
 
-    collective = True
+    sharding: Literal["zero3", "fsdp"]
+    meeting: Meeting
+    offload: bool = False
 
-    def __init__(self, name: str, sharding: str, offload: bool, timeout: float, **settings):
-        self.sharding, self.offload, self.meeting = sharding, offload, Meeting(name, timeout)
-        super().__init__(**settings)
+    def spread(
+        self, load: Callable[..., Scorer], config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+    ) -> nn.Module:
+        """The forward, of which this rank holds a share. `load(**settings of from_pretrained)` loads the model of `config`."""
+        if self.sharding == "zero3":
+            return self._zero3(load, config, dtype, device)
+        return self._fsdp(load, config, device, trust_remote_code)
 
-    @property
-    def model(self) -> nn.Module:
-        return self.scorer.module.model if self.sharding == "zero3" else self.scorer.model
-
-    def _load(self) -> nn.Module:
-        return self._zero3() if self.sharding == "zero3" else self._fsdp()
-
-    def _zero3(self) -> nn.Module:
+    def _zero3(self, load: Callable[..., Scorer], config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """A DeepSpeed engine without optimizer, beside whatever engine the policy has. Weights are read through a map of the file, and
         only rank 0 copies them, one layer at a time."""
         import deepspeed  # late: it looks for devices and compilers
 
         found = deepspeed.get_accelerator().device_name()
-        require(found == self.device.type, f"DeepSpeed computes on {found} and the run on {self.device.type}: set DS_ACCELERATOR")
-        config = zero3_config(self.config, self.dtype, self.offload, self.device.type)
-        with loading_under(config):
-            scorer = self._scorer()
-        engine, *_ = deepspeed.initialize(model=scorer, config=config)
-        return engine.eval()
+        require(found == device.type, f"DeepSpeed computes on {found} and the run on {device.type}: set DS_ACCELERATOR")
+        settings = zero3_config(config, dtype, self.offload, device.type)
+        with loading_under(settings):
+            scorer = load()
+        engine, *_ = deepspeed.initialize(model=scorer, config=settings)
+        engine.eval()
+        return engine
 
-    def _fsdp(self) -> nn.Module:
+    def _fsdp(self, load: Callable[..., Scorer], config: PreTrainedConfig, device: torch.device, trust_remote_code: bool) -> Scorer:
         """Every rank reads its own share of each weight from the file: `transformers` shards while it loads."""
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-        require(found.type == self.device.type, f"fsdp computes on {found.type} and the run on {self.device.type}")
-        self.config.base_model_fsdp_plan = fsdp_plan(self.config, self.trust_remote_code)
+        found = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+        require(found == device.type, f"fsdp computes on {found} and the run on {device.type}")
+        config.base_model_fsdp_plan = fsdp_plan(config, trust_remote_code)
         with loading_under(None):
-            scorer = self._scorer(distributed_config=DistributedConfig(fsdp_size=distributed.world_size()))
+            scorer = load(distributed_config=DistributedConfig(fsdp_size=distributed.world_size()))
         register_fsdp_forward_method(scorer.model, "read_last")
         return scorer
-
-    def _forwards(self, own: int) -> int:
-        return max(self.meeting.hold(own))
-
-    def close(self) -> None:
-        self.meeting.close()
 
 
 def zero3_config(model: PreTrainedConfig, dtype: torch.dtype, offload: bool, device: str) -> dict:
