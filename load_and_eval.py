@@ -37,9 +37,9 @@ from async_rlhf.evaluation import (
 from async_rlhf.evaluation_config import SETTINGS_FILE, SFT, TRACKER_FIELDS, EvaluateConfig, generations_folder, parse_evaluate_config
 from async_rlhf.models import Policy, check_model_path, load_causal_lm, load_tokenizer, pad_tokens
 from async_rlhf.rewards import RewardContext, Sample, load_rewards, read_rewards
-from async_rlhf.rewards.model import same_vocabulary
 from async_rlhf.runs import run_folder, run_settings
 from async_rlhf.trackers import log_past, log_table, open_trackers, wanted
+from async_rlhf.vocabulary import same_vocabulary
 
 SETTINGS = ["gold_reward_model_path", "sft_model_path", "baseline_dataset_path", "torch_dtype", "bootstrap_samples", "seed"]
 TABLE_ROWS = 32

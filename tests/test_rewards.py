@@ -12,7 +12,8 @@ from async_rlhf.models import train_tokenizer
 from async_rlhf.rewards import RewardContext, Sample, load_rewards, read_rewards, score_samples
 from async_rlhf.rewards.docstrings import fluency, form, gold, relevance
 from async_rlhf.rewards.function import FunctionSettings
-from async_rlhf.rewards.model import RewardModel, same_vocabulary
+from async_rlhf.rewards.model import RewardModel
+from async_rlhf.vocabulary import same_vocabulary
 
 CODE = "def is_bucket_id(argument):\n    return '/' in argument"
 

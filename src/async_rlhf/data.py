@@ -5,7 +5,7 @@ gets and what a reward of the same vocabulary scores.
 """
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,9 +142,7 @@ class Encoder:
 
     def _field(self, row: dict, template: str | None, column: str) -> Any:
         if template is not None:
-            null = sorted(name for name in template_columns(template) if row[name] is None)
-            require(not null, f"template {template!r}: column {', '.join(null)} of a row is null; its columns: {str(row)[:200]}")
-            return template.format_map(row)
+            return fill_template(template, row)
         value = row[column]
         require(value is not None, f"column {column!r}: a row is null; its other columns: {str(row)[:200]}")
         return value
@@ -160,6 +158,17 @@ def template_columns(template: str | None) -> set[str]:
         return {name for _, name, _, _ in string.Formatter().parse(template or "") if name}
     except ValueError as error:
         raise UserError(f"template {template!r}: {error}") from error
+
+
+def fill_template(template: str, row: Mapping[str, Any]) -> str:
+    """The template with its columns filled in from a row.
+
+    Raises:
+        UserError: a column that is null or not there.
+    """
+    null = sorted(name for name in template_columns(template) if name not in row or row[name] is None)
+    require(not null, f"template {template!r}: column {', '.join(null)} of a row is null or not there; its columns: {str(row)[:200]}")
+    return template.format_map(row)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A reward model: a sequence classifier with one output, a decoder read at its last token or an encoder, with its own tokenizer."""
+"""A reward model: a scalar head on a decoder, read at its last token, or an encoder, with its own tokenizer and template."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,49 +6,99 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from async_rlhf import distributed
 from async_rlhf.config import UserError, require, setting
 from async_rlhf.models import check_model_path
 from async_rlhf.rewards.base import RewardContext, RewardSettings, Sample
+from async_rlhf.rewards.heads import ENCODERS, RewardForward, find_head, load_classifier, loading_under
+from async_rlhf.rewards.sharded import Meeting, Shards
+from async_rlhf.rewards.template import Template, check_template, columns_of
 from async_rlhf.vocabulary import same_vocabulary
-
-ENCODERS = {"bert", "roberta", "distilbert", "deberta", "deberta-v2", "electra", "albert", "mpnet", "xlm-roberta", "modernbert"}
 
 
 @dataclass
 class ModelSettings(RewardSettings):
-    """A reward model, on every rank."""
+    """A reward model, whole on every rank or sharded over them."""
 
-    model: str = setting("", "A folder or hub name of a sequence classifier with one output.")
+    model: str = setting("", "A folder or hub name of a sequence classifier with one output, or of a language model with a scalar head.")
+    head: str | None = setting(None, "Name of its head's weights in the file. Default: score, v_head.summary, value_head, regression_head.")
+    template: str | None = setting(
+        None, "What it reads: a format string with {prompt}, {response} and columns. Default: the prompt and after it the response."
+    )
+    chat_template: bool = setting(False, "It reads the chat template of its own tokenizer: prompt, then response as the assistant's turn.")
+    prompt_column: str | None = setting(
+        None, "`chat_template`: column of the prompt, text or a conversation. Default: the prompt, if it has no marks of another template."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None, "Type of its weights. Default: `torch_dtype`.")
     device: str | None = setting(None, "Where it computes. Default: the training device.")
     batch_size: int | None = setting(None, "Samples that it scores at a time. Default: `reward_batch_size`.")
     max_length: int | None = setting(None, "Tokens that it reads at most; the prompt is cut from the left. Default: its context.")
+    sharding: Literal["none", "zero3", "fsdp"] = setting(
+        "none", "none: whole on every rank; zero3: its weights are spread over the ranks by DeepSpeed; fsdp: by torch."
+    )
+    offload: bool = setting(False, "`zero3`: keep its share of the weights in the CPU's memory.")
+    timeout: float = setting(600.0, "Sharded: seconds that a rank waits for the others to come and score with it.")
+
+    def __post_init__(self):
+        require(not (self.template and self.chat_template), "template and chat_template exclude each other")
+        require(self.chat_template or not self.prompt_column, "prompt_column belongs to chat_template; a template names its columns itself")
+        require(self.sharding == "zero3" or not self.offload, f"offload belongs to sharding zero3, not {self.sharding}")
+        require(self.sharding == "none" or not self.device, f"device {self.device!r}: a sharded model computes on the training devices")
+        require(self.timeout > 0, f"timeout {self.timeout}: above 0")
 
     def default_name(self) -> str:
         return Path(self.model).name
 
     def check(self) -> None:
         check_model_path(self.model, "model")
+        if self.template:
+            check_template(self.template)
+        self._check_processes(distributed.launched_processes())
+
+    @property
+    def collective(self) -> bool:
+        return self.sharding != "none"
+
+    @property
+    def columns(self) -> set[str]:
+        return columns_of(self.template, self.prompt_column)
 
     def open(self, context: RewardContext) -> "RewardModel":
-        return RewardModel(
-            str(Path(self.model).expanduser()) if Path(self.model).exists() else self.model,
-            self.device or context.device,
+        settings = dict(
+            path=str(Path(self.model).expanduser()) if Path(self.model).exists() else self.model,
+            device=self.device or context.device,
             policy_tokenizer=context.policy_tokenizer,
             dtype=getattr(torch, self.dtype) if self.dtype else context.dtype,
             batch_size=self.batch_size or context.batch_size,
             max_length=self.max_length,
             trust_remote_code=context.trust_remote_code,
+            head=self.head,
+            template=self.template,
+            chat_template=self.chat_template,
+            prompt_column=self.prompt_column,
         )
+        self._check_processes(distributed.world_size())
+        sharded = self.sharding != "none"
+        shards = Shards(self.sharding, Meeting(self.name or self.default_name(), self.timeout), self.offload) if sharded else None
+        return RewardModel(**settings, shards=shards)
+
+    def _check_processes(self, processes: int) -> None:
+        enough = self.sharding == "none" or processes > 1
+        require(enough, f"sharding {self.sharding} spreads a model over training processes, and there is one: leave it out")
 
 
 class RewardModel:
     """Scores samples in batches of `batch_size`, at most `max_length` tokens each: the prompt is cut from the left, never the response.
 
-    The policy's token ids are scored as they are when `policy_tokenizer` is provably the same vocabulary, and the text is
-    tokenized anew otherwise. A decoder's score is read at the true last token, whatever the padding and whatever the pad id.
+    The policy's token ids are scored as they are when `policy_tokenizer` is provably the same vocabulary and there is no template, and
+    the text is tokenized anew otherwise. A decoder's score is read at the true last token, whatever the padding and whatever the pad id.
+    With `shards` every rank holds a part of the weights, and all ranks call it together.
+
+    Raises:
+        UserError: nothing loadable at `path`, no head of one output there, or a template that its tokenizer cannot fill.
     """
 
     def __init__(
@@ -60,32 +110,71 @@ class RewardModel:
         batch_size: int = 64,
         max_length: int | None = None,
         trust_remote_code: bool = False,
+        head: str | None = None,
+        template: str | None = None,
+        chat_template: bool = False,
+        prompt_column: str | None = None,
+        shards: Shards | None = None,
     ):
+        self.path, self.device, self.dtype, self.trust_remote_code = path, torch.device(device), dtype, trust_remote_code
+        self.batch_size, self.shards, self.collective = batch_size, shards, shards is not None
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, truncation_side="left")
-            self.model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+            self.config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            self.is_encoder = self.config.model_type in ENCODERS
+            marks = set(policy_tokenizer.all_special_tokens) if policy_tokenizer else set()
+            self.template = Template(self.tokenizer, template, prompt_column, marks) if template or chat_template else None
+            self.head = find_head(path, self.config, head)
+            self.scorer = self._load()
         except (OSError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
             raise UserError(f"no reward model at {path!r}: {' '.join(str(error).split())[:300]}") from error
-        labels = self.model.config.num_labels
-        require(labels == 1, f"reward model {path!r} gives {labels} scores; one is needed (num_labels: 1)")
-        self.model.to(device).eval()
-        self.batch_size = batch_size
-        self.max_length = max_length or min(self.tokenizer.model_max_length, self.model.config.max_position_embeddings)
-        self.is_encoder = self.model.config.model_type in ENCODERS
-        self.reuses_ids = not self.is_encoder and policy_tokenizer is not None and same_vocabulary(policy_tokenizer, self.tokenizer)
+        self.max_length = max_length or min(self.tokenizer.model_max_length, self.config.max_position_embeddings)
+        same = policy_tokenizer is not None and same_vocabulary(policy_tokenizer, self.tokenizer)
+        self.reuses_ids = same and not self.is_encoder and self.template is None
+
+    @property
+    def model(self) -> nn.Module:
+        """The classifier, of `transformers`."""
+        return getattr(self.scorer, "module", self.scorer).model  # an engine of DeepSpeed has it in `module`
+
+    def _load(self) -> nn.Module:
+        """The forward, on its device, or this rank's share of it."""
+        if self.shards:
+            return self.shards.spread(self._scorer, self.config, self.dtype, self.device, self.trust_remote_code)
+        with loading_under(None):
+            return self._scorer().to(self.device)
+
+    def _scorer(self, **settings) -> RewardForward:
+        settings |= dict(dtype=self.dtype, trust_remote_code=self.trust_remote_code)
+        return RewardForward(load_classifier(self.path, self.config, self.head, **settings), self.head, self.is_encoder).eval()
 
     @torch.no_grad()
     def __call__(self, samples: Sequence[Sample]) -> torch.Tensor:
         ids = [self.encode(sample) for sample in samples]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        chunks = [order[start : start + self.batch_size] for start in range(0, len(ids), self.batch_size)]
+        idle = max(self.shards.meeting.hold(len(chunks))) - len(chunks) if self.shards else 0  # forwards of other ranks alone
         scores = torch.empty(len(ids))
-        for start in range(0, len(ids), self.batch_size):
-            chunk = order[start : start + self.batch_size]
+        for chunk in chunks:
             scores[chunk] = self.forward([ids[i] for i in chunk]).float().cpu()
+        for _ in range(idle):
+            self.forward([[0]])
         return scores
+
+    def close(self) -> None:
+        if self.shards:
+            self.shards.meeting.close()
 
     def encode(self, sample: Sample) -> list[int]:
         """The token ids that are scored: prompt, response and, for a decoder, the end of sequence if the response has one."""
+        if self.template and self.is_encoder:
+            text, _ = self.template.text_of(sample)
+            return self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]
+        if self.template:
+            ids, before = self.template(sample)
+            return join_ids(ids[:before], ids[before:], self.max_length)
         if self.is_encoder:
             return encode_pair(self.tokenizer, sample.prompt, sample.response, self.max_length)
         if self.reuses_ids and sample.response_ids:
@@ -103,14 +192,8 @@ class RewardModel:
         lengths = torch.tensor([len(row) for row in ids])
         width = int(lengths.max())
         pad = self.tokenizer.pad_token_id or 0
-        device = self.model.device
-        tokens = torch.tensor([row + [pad] * (width - len(row)) for row in ids], device=device)
-        mask = (torch.arange(width) < lengths[:, None]).long().to(device)
-        if self.is_encoder:
-            return self.model(tokens, attention_mask=mask).logits[:, 0]
-        hidden = self.model.base_model(tokens, attention_mask=mask).last_hidden_state
-        last = hidden[torch.arange(len(ids), device=device), (lengths - 1).to(device)]
-        return self.model.score(last)[:, 0]
+        tokens = torch.tensor([row + [pad] * (width - len(row)) for row in ids])
+        return self.scorer(tokens.to(self.device), lengths.to(self.device))
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str, max_length: int) -> list[int]:
