@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from async_rlhf import distributed
+from async_rlhf.adapters import adapter, checkpoint_activations, shares_base
 from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
 from async_rlhf.batching import micro_batches, select, split_to
 from async_rlhf.config import BatchPlan, RLConfig, parse, require
@@ -127,7 +128,7 @@ class Trainer:
 
             model = get_peft_model(model, self.peft)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpoint_activations(model) if self.peft else model.gradient_checkpointing_enable()
         self.reference = None
         if not self.peft:
             reference = load_causal_lm(config, self._reference_path())
@@ -139,6 +140,7 @@ class Trainer:
             batch_size=config.reward_batch_size,
             dtype=getattr(torch, config.torch_dtype, torch.float32),
             trust_remote_code=config.trust_remote_code,
+            trunk=model if getattr(config, "share_trunk", False) and shares_base(config.reward_model_path, config) else None,
         )
         mixed_precision = self.accelerator.mixed_precision != "no"
         module = self.algorithm.module(Policy(model, config.share_prompts), self.reward, mixed_precision).train()
@@ -283,7 +285,7 @@ class Trainer:
     @torch.no_grad()
     def _ref_logprobs(self, tokens: Tensors) -> torch.Tensor:
         policy = self.reference or self.optimizer.unwrapped.policy
-        with policy.model.disable_adapter() if self.peft else nullcontext():
+        with adapter(policy.model, None) if self.peft else nullcontext():
             return self._forward(policy, tokens)
 
     @torch.no_grad()
@@ -335,7 +337,7 @@ class Trainer:
         chunks = micro_batches(mini_batch, self.plan.prompts_per_forward)
         chunks = split_to(chunks, max(distributed.all_gather(len(chunks))))
         forwards = [select(mini_batch, chunk) for chunk in chunks]
-        self.optimizer.step(forwards, units, lambda module, rows: self.algorithm.loss(module, rows, self.metrics))
+        self.optimizer.step(forwards, units, lambda module, rows: self.algorithm.loss(module, rows, self.metrics), self.algorithm.held)
 
     # -- after an update ----------------------------------------------------------------------------------------------------
 

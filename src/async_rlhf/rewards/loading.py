@@ -20,11 +20,11 @@ def check_reward(spec: str | None, field_name: str) -> None:
     if spec and is_function(spec):
         find_function(spec)
     else:
-        check_model_path(spec, field_name)
+        check_model_path(spec, field_name, adapters=True)
 
 
 def load_reward(spec: str, device: torch.device | str = "cpu", **model_settings) -> Reward:
-    """The reward that `spec` names: a Python function, or a reward model (folder or hub name) on `device`.
+    """The reward that `spec` names: a Python function, or a reward model (folder or hub name, a LoRA adapter's too) on `device`.
 
     Raises:
         UserError: nothing there, or a model that gives more than one score.

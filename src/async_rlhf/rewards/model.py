@@ -4,8 +4,10 @@ import json
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from peft import PeftModel
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from async_rlhf.adapters import REWARD, TrunkClassifier, load_classifier
 from async_rlhf.config import UserError, require
 from async_rlhf.rewards.base import Sample
 
@@ -17,6 +19,7 @@ class RewardModel:
 
     The policy's token ids are scored as they are when `policy_tokenizer` is provably the same vocabulary, and the text is
     tokenized anew otherwise. A decoder's score is read at the true last token, whatever the padding and whatever the pad id.
+    `path` may hold a LoRA adapter: it comes with its base, merged, or goes beside the adapters of `trunk`, a model of the same base.
     """
 
     def __init__(
@@ -28,11 +31,15 @@ class RewardModel:
         batch_size: int = 64,
         max_length: int | None = None,
         trust_remote_code: bool = False,
+        trunk: PeftModel | None = None,
     ):
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, truncation_side="left")
-            self.model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
+            if trunk is None:
+                self.model, _ = load_classifier(path, dtype=dtype, trust_remote_code=trust_remote_code)
+            else:
+                self.model = TrunkClassifier(trunk, REWARD, path, train=False, remote=trust_remote_code)
+        except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"no reward model at {path!r}: {' '.join(str(error).split())[:300]}") from error
         labels = self.model.config.num_labels
         require(labels == 1, f"reward model {path!r} gives {labels} scores; one is needed (num_labels: 1)")
@@ -70,7 +77,7 @@ class RewardModel:
         """Scores `[len(ids)]` of right-padded sequences."""
         lengths = torch.tensor([len(row) for row in ids])
         width = int(lengths.max())
-        pad = self.tokenizer.pad_token_id or 0
+        pad = 0 if isinstance(self.model, TrunkClassifier) else self.tokenizer.pad_token_id or 0  # masked; a trunk may not know the id
         device = self.model.device
         tokens = torch.tensor([row + [pad] * (width - len(row)) for row in ids], device=device)
         mask = (torch.arange(width) < lengths[:, None]).long().to(device)
@@ -78,7 +85,7 @@ class RewardModel:
             return self.model(tokens, attention_mask=mask).logits[:, 0]
         hidden = self.model.base_model(tokens, attention_mask=mask).last_hidden_state
         last = hidden[torch.arange(len(ids), device=device), (lengths - 1).to(device)]
-        return self.model.score(last)[:, 0]
+        return self.model.score(last.to(self.model.score.weight.dtype))[:, 0]
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str, max_length: int) -> list[int]:
