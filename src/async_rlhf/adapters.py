@@ -115,9 +115,11 @@ class TrunkClassifier(nn.Module):
     mode, training or evaluation, and then returns to its own.
     """
 
-    def __init__(self, trunk: PeftModel, name: str, source: LoraConfig | str, train: bool, lora_dropout: float = 0.0, remote: bool = False):
-        """`source`: the settings of a fresh adapter, under a head that says 0 everywhere, or a PEFT folder that holds one. `train` says
-        whether it trains, `remote` whether code that comes with the model may run.
+    def __init__(
+        self, trunk: PeftModel, name: str, source: LoraConfig | str, train: bool, lora_dropout: float | None = None, remote: bool = False
+    ):
+        """`source`: the settings of a fresh adapter, under a head that says 0 everywhere, or a PEFT folder that holds one, and then
+        `lora_dropout` is in place of its own. `train` says whether it trains, `remote` whether code that comes with the model may run.
 
         Raises:
             UserError: the folder's adapter does not fit, or there is no classifier of the trunk's kind.
@@ -191,7 +193,7 @@ class TrunkClassifier(nn.Module):
         if train:
             self.trunk.set_requires_grad(self.name)
 
-    def _load(self, path: str, train: bool, lora_dropout: float) -> None:
+    def _load(self, path: str, train: bool, lora_dropout: float | None) -> None:
         config, weights = adapter_config(path), load_peft_weights(path, device="cpu")
         lora = {name: tensor for name, tensor in weights.items() if ".lora_" in name}
         head = {name.split(".")[-1]: tensor for name, tensor in weights.items() if ".score." in name}
@@ -199,7 +201,7 @@ class TrunkClassifier(nn.Module):
         plain = config.peft_type == "LORA" and config.bias == "none" and config.init_lora_weights in (True, False, "gaussian")
         require(plain and not others, f"besides LoRA it changes the base, which others share {others[:1]}")
         require(head, NO_HEAD)
-        config.lora_dropout = lora_dropout
+        config.lora_dropout = config.lora_dropout if lora_dropout is None else lora_dropout
         self._add(config, train)
         made = get_peft_model_state_dict(self.trunk, adapter_name=self.name, save_embedding_layers=False)
         for ours, theirs in ((made, lora), (self.score.state_dict(), head)):
