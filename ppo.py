@@ -36,7 +36,8 @@ class PPOConfig(OffPolicyConfig, RLConfig):
     value_model_path: str | None = setting(
         None,
         "Where the value model starts: a folder or hub name. Default: the reward model if it has the policy's tokens, else the policy. "
-        "With share_trunk: a LoRA adapter of model_name_or_path, or that itself for a fresh one.",
+        "With share_trunk: a LoRA adapter of model_name_or_path, or that itself for a fresh adapter; default: the reward's adapter if it "
+        "is one, else a fresh one.",
     )
     share_trunk: bool = setting(
         False,

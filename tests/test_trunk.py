@@ -199,6 +199,9 @@ def test_a_value_model_starts_fresh_or_from_an_adapter(config, reward_folder):
     saved = load_file(reward_folder / "adapter_model.safetensors")
     assert torch.equal(from_folder.score.weight, saved["base_model.model.score.weight"])
     assert len(adapter_parameters(from_folder.trunk, VALUE)) == len(saved) - 1
+    apart = load_value_model(config, str(reward_folder), None, False)  # merged into a base of its own, under a fresh adapter
+    with torch.no_grad():
+        torch.testing.assert_close(ValueModel(apart)(**TOKENS), ValueModel(from_folder)(**TOKENS), atol=1e-6, rtol=1e-5)
 
 
 def test_another_architecture_shares_its_trunk(config, tokenizer, tmp_path):
@@ -259,7 +262,7 @@ def test_what_fits_no_trunk_is_refused_in_one_line(config, reward_folder, model_
     foreign = altered(reward_folder, tmp_path / "foreign", {"base_model_name_or_path": str(whole)})
     for path in (str(whole), foreign):
         config.value_model_path = path
-        with pytest.raises(UserError, match="value_model_path .*: with share_trunk the value model has model_name_or_path for its base"):
+        with pytest.raises(UserError, match="value_model_path .*: a model with a base of its own; with share_trunk name a LoRA adapter"):
             check_paths(config)
     config.value_model_path = str(reward_folder)
     check_paths(config)

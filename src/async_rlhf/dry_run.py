@@ -24,8 +24,8 @@ def check_paths(config: RLConfig) -> None:
         fits = not config.share_trunk or is_base(value, config) or shares_base(value, config)
         require(
             fits,
-            f"value_model_path {value!r}: with share_trunk the value model has model_name_or_path for its base, so name a LoRA adapter of "
-            "that, or leave this out",
+            f"value_model_path {value!r}: a model with a base of its own; with share_trunk name a LoRA adapter of model_name_or_path, or "
+            "leave this out",
         )
     check_reward(config.reward_model_path, "reward_model_path")
     require(config.generator != "replay" or Path(config.replay_path).is_file(), f"replay_path {config.replay_path!r}: no such file")
