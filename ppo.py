@@ -23,7 +23,7 @@ from async_rlhf.off_policy import OffPolicyConfig, corrected_loss
 from async_rlhf.rewards import RewardSet
 from async_rlhf.rewards.model import RewardModel
 from async_rlhf.trainer import run_algorithm
-from async_rlhf.value import ActorCritic, ValueModel, load_value_model
+from async_rlhf.value import ActorCritic, ValueModel, load_value_model, value_on_trunk
 
 
 @dataclass
@@ -36,11 +36,18 @@ class PPOConfig(OffPolicyConfig, RLConfig):
     )
     value_model_path: str | None = setting(
         None,
-        "Where the value model starts: a folder or hub name. Default: the reward model that reads the policy's tokens, else the policy.",
+        "Where the value model starts: a folder or hub name. Default: the reward model that reads the policy's tokens, else the policy. "
+        "With share_trunk: a LoRA adapter of model_name_or_path, or that itself for a fresh adapter; default: the reward's adapter if it "
+        "is one, else a fresh one.",
+    )
+    share_trunk: bool = setting(
+        False,
+        "With use_peft: policy and value model, and a reward model that is a LoRA adapter of model_name_or_path, are adapters of one base "
+        "in memory.",
     )
     vf_coef: float = setting(0.1, "Weight of the value loss.")
     value_clip_range: float | None = setting(0.2, "A value counts within this distance of the one before the update; null: any.")
-    value_warmup_updates: int = setting(0, "First updates in which the policy's gradient is 0 (weight decay, if any, goes on).")
+    value_warmup_updates: int = setting(0, "First updates, in which the value model trains alone.")
     gamma: float = setting(1.0, "Discount a token.")
     lam: float = setting(0.95, "GAE's λ.")
     score_at: Literal["last_token", "next_token"] = setting(
@@ -65,6 +72,7 @@ class PPOConfig(OffPolicyConfig, RLConfig):
         steered = self.adaptive_kl_target is not None
         for name in ("adaptive_kl_target", "adaptive_kl_horizon", "kl_coef"):
             require(not steered or getattr(self, name) > 0, f"{name} {getattr(self, name)}: above 0 where adaptive_kl_target is set")
+        require(self.use_peft or not self.share_trunk, "share_trunk: adapters share a trunk, so it needs use_peft")
         self.check_correction(self.loss_type, "token")
 
 
@@ -75,7 +83,6 @@ class PPO(Algorithm):
         super().__init__(config)
         self.controller = AdaptiveKL(config.kl_coef, config.adaptive_kl_target or 1.0, config.adaptive_kl_horizon)
         self.moments = RunningMoments()
-        self.warming_up = False
         self.epoch_kl = [0.0, 0.0]  # sum over tokens, tokens
 
     @property
@@ -85,10 +92,13 @@ class PPO(Algorithm):
     def module(self, policy: Policy, rewards: RewardSet, mixed_precision: bool) -> ActorCritic:
         config = self.config
         path, vocabulary = config.value_model_path, policy.vocabulary
-        models = [part for part in rewards.parts if isinstance(part.reward, RewardModel) and part.reward.reuses_ids]
+        models = [part for part in rewards.parts if isinstance(part.reward, RewardModel) and part.reward.starts_values]
         if path is None and len(models) == 1:
             path, vocabulary = models[0].settings.model, None  # the same tokens, whatever the padding of the embeddings
-        value = load_value_model(config, path or config.model_name_or_path, vocabulary, mixed_precision)
+        if config.share_trunk:
+            value = value_on_trunk(config, policy.model, path)
+        else:
+            value = load_value_model(config, path or config.model_name_or_path, vocabulary, mixed_precision)
         return ActorCritic(policy, ValueModel(value, config.share_prompts))
 
     def models(self, module: ActorCritic) -> dict:
@@ -103,7 +113,7 @@ class PPO(Algorithm):
     def make_batch(self, scored: ScoredBatch, metrics: Metrics) -> Tensors:
         """A row a prompt with its k responses: advantages a token, returns and values a step."""
         config, mask = self.config, scored.mask
-        self.warming_up = scored.update < config.value_warmup_updates
+        self.held = ("policy",) if scored.update < config.value_warmup_updates else ()
         self.epoch_kl = [0.0, 0.0]
         recompute = config.old_logprobs == "recompute"
         *old, values = scored.evaluate() if recompute else scored.evaluate(values_only=True)
@@ -156,7 +166,7 @@ class PPO(Algorithm):
         approx_kl = policy_metrics(metrics, logprobs, rows["behaviour_logprobs"], mask)
         self.epoch_kl[0] += float(approx_kl)
         self.epoch_kl[1] += float(tokens)
-        return policy * (not self.warming_up) + config.vf_coef * value
+        return policy * (not self.held) + config.vf_coef * value
 
     def stops(self) -> bool:
         kl, tokens = (distributed.all_sum(part) for part in self.epoch_kl)

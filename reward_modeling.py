@@ -24,9 +24,13 @@ class RewardModelingConfig(SupervisedConfig, RewardConfig):
     """Data and model, and every field of TRL's RewardConfig, some with defaults that hold on every machine."""
 
     output_dir: str = setting("results/rm", "Where the model is saved.")
+    keep_adapter: bool = setting(
+        False, "With use_peft: save the LoRA adapter and the head alone. They score with their base, which ppo.py may share (share_trunk)."
+    )
 
     def __post_init__(self):
         super().__post_init__()
+        require(self.use_peft or not self.keep_adapter, "keep_adapter: there is an adapter with use_peft alone")
         require(self.max_length, "max_length is not set: the longest prompt + response that the reward model reads, in tokens")
 
 
@@ -55,7 +59,7 @@ def main() -> None:
     encoded = {split: map_rows(rows, encode, f"tokenizing {split}") for split, rows in splits.items()}
     peft = lora_config(config)
     if peft:
-        peft.task_type, peft.modules_to_save = "SEQ_CLS", ["score"]
+        peft.task_type, peft.modules_to_save, peft.revision = "SEQ_CLS", ["score"], config.model_revision
     trainer = RewardTrainer(
         model=model,
         args=config,
@@ -64,7 +68,7 @@ def main() -> None:
         eval_dataset=encoded.get("eval"),
         peft_config=peft,
     )
-    finish(trainer, config, "RewardModeling")
+    finish(trainer, config, "RewardModeling", config.keep_adapter)
 
 
 def load_reward_base(config: RewardModelingConfig):

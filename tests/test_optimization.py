@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import async_rlhf.trainer
 from async_rlhf.config import UserError, parse
-from async_rlhf.optimization import open_accelerator
+from async_rlhf.optimization import ModuleOptimizer, open_accelerator
 from online_dpo import OnlineDPOConfig
 
 OLD_GPU = ["--fp16", "--bf16", "False", "--torch_dtype", "float16"]  # as users of GPUs without bfloat16 type it
@@ -94,6 +94,52 @@ def test_fp16_as_typed_parses_and_is_refused_on_a_cpu_before_any_model(tmp_path)
         open_accelerator(config)
     with pytest.raises(UserError, match="torch_dtype float16 trains with a gradient scaler only: add fp16"):
         parse(OnlineDPOConfig, ["--torch_dtype", "float16"])
+
+
+class Pair(torch.nn.Module):
+    """Two parts, each a weight of two numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.value = (torch.nn.Linear(2, 1, bias=False) for _ in range(2))
+        torch.nn.init.constant_(self.policy.weight, 1.0)
+        torch.nn.init.constant_(self.value.weight, 1.0)
+
+    def parameter_groups(self):
+        return {"policy": [self.policy.weight], "value": [self.value.weight]}
+
+    def forward(self, policy: float):
+        return policy * self.policy(torch.tensor([2.0, -3.0])).sum() + self.value(torch.ones(2)).sum()
+
+
+def test_a_held_part_begins_afresh(prompts_file, model_folder, reward_file, tmp_path):
+    """Three steps without the policy, with weight decay: its weights stay, and AdamW's first step on it is then that of step 1, lr
+    against the gradient's sign after a decay of lr · 0.5; counted as step 4 it would be 0.58 of that, 0.1 / (1 − 0.9⁴) over
+    √(0.001 / (1 − 0.999⁴)). The value has gone 4 steps."""
+    config = settings(
+        model_folder,
+        prompts_file,
+        reward_file,
+        tmp_path,
+        learning_rate=0.1,
+        weight_decay=0.5,
+        lr_scheduler_type="constant",
+        max_grad_norm=1e9,
+    )
+    pair = Pair()
+    optimizer = ModuleOptimizer(Accelerator(), config, pair, 4)
+    for step in range(4):
+        warm = step < 3
+        optimizer.step([float(not warm)], 1, lambda module, policy: module(policy), ("policy",) if warm else ())
+        if warm:
+            assert pair.policy.weight.tolist() == [[1.0, 1.0]]
+        assert optimizer.learning_rate == 0.1
+    expected = 1.0
+    for _ in range(4):
+        expected = expected * 0.95 - 0.1
+    assert pair.policy.weight.tolist()[0] == pytest.approx([0.95 - 0.1, 0.95 + 0.1], abs=1e-6)
+    assert pair.value.weight.tolist()[0] == pytest.approx([expected, expected], abs=1e-5)
+    assert float(optimizer.adamw.state[pair.policy.weight]["step"]) == 1 and float(optimizer.adamw.state[pair.value.weight]["step"]) == 4
 
 
 def test_zero2_on_two_processes_trains_like_one_process(model_folder, prompts_file, reward_file, tmp_path):

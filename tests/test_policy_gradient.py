@@ -88,7 +88,10 @@ def test_ppo_with_adapters_saves_whole_models(model_folder, prompts_file, reward
 
 
 def test_value_warm_up_leaves_the_policy_alone(model_folder, prompts_file, reward_file, tmp_path):
-    config = settings(model_folder, prompts_file, reward_file, tmp_path / "run", PPOConfig, value_warmup_updates=4)
+    config = settings(
+        model_folder, prompts_file, reward_file, tmp_path / "run", PPOConfig, value_warmup_updates=4, weight_decay=0.5, num_mini_batches=2,
+        per_device_train_batch_size=8,
+    )  # fmt: skip
     metrics, model = train(config)
     start = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True))

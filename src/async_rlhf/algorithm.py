@@ -40,11 +40,13 @@ class ScoredBatch:
 class Algorithm:
     """What differs between algorithms: how scored rollouts become a training batch, and the loss over it.
 
-    `name` prefixes the algorithm's own metrics; `kl_coef` weighs the KL in `objective/rlhf_reward`.
+    `name` prefixes the algorithm's own metrics; `kl_coef` weighs the KL in `objective/rlhf_reward`; `held` names the parts of the module
+    (`ModuleOptimizer`) that do not train yet in this update.
     """
 
     name: str
     kl_coef: float
+    held: tuple[str, ...] = ()
 
     def __init__(self, config: RLConfig):
         self.config = config

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from async_rlhf import distributed
+from async_rlhf.adapters import is_base, shares_base
 from async_rlhf.config import BatchPlan, RLConfig, UserError, require
 from async_rlhf.data import Encoder, describe_split
 from async_rlhf.models import check_model_path
@@ -16,9 +17,16 @@ from async_rlhf.vllm_utils import choose_device
 def check_paths(config: RLConfig) -> None:
     """Raise `UserError` for a path that cannot be; loads nothing."""
     check_model_path(config.model_name_or_path, "model_name_or_path")
-    for field in ("sft_model_path", "value_model_path"):
-        if getattr(config, field, None):
-            check_model_path(getattr(config, field), field)
+    if config.sft_model_path:
+        check_model_path(config.sft_model_path, "sft_model_path")
+    value = getattr(config, "value_model_path", None)
+    if value:
+        check_model_path(value, "value_model_path", adapters=True)
+        require(
+            not config.share_trunk or is_base(value, config) or shares_base(value, config),
+            f"value_model_path {value!r}: a model with a base of its own; with share_trunk name a LoRA adapter of model_name_or_path, or "
+            "leave this out",
+        )
     rewards = read_rewards(config.rewards, "reward")
     sharded = [name for name, settings in rewards.items() if settings.collective]
     require(

@@ -27,12 +27,15 @@ DIGEST_ELEMENTS = 4096  # of each parameter
 TOKEN_FIELDS = ("prompt_ids", "prompt_length", "response_ids", "response_length")  # of `pad_tokens`: what a forward takes
 
 
-def check_model_path(path: str | None, field: str) -> None:
-    """Raise `UserError` for a model path that cannot be: empty, or a folder that looks local and is not there or has no config."""
+def check_model_path(path: str | None, field: str, adapters: bool = False) -> None:
+    """Raise `UserError` for a model path that cannot be: empty, or a folder that looks local and is not there or has no config, of a model
+    or, with `adapters`, of a LoRA adapter."""
     require(path, f"{field} is not set: a model folder or a hub name is needed")
     folder = Path(path)
     if folder.is_dir():
-        require((folder / "config.json").exists(), f"{field} {path!r}: the folder has no config.json, so it is no model")
+        named = ["config.json"] + ["adapter_config.json"] * adapters
+        found = any((folder / name).exists() for name in named)
+        require(found, f"{field} {path!r}: the folder has no {' and no '.join(named)}, so it is no model")
     else:
         local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path.split("/")[0]).is_dir()
         require(not local, f"{field} {path!r}: no such folder")

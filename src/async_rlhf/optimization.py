@@ -1,7 +1,7 @@
 """Optimizer steps on the trained module, under DDP or DeepSpeed ZeRO-2, in full or mixed precision."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -49,14 +49,22 @@ def open_accelerator(config: RLConfig) -> Accelerator:
 
 
 class ModuleOptimizer:
-    """The trained module with AdamW and its schedule. `module` is what losses call; `steps` counts the optimizer steps taken."""
+    """The trained module with AdamW and its schedule. `module` is what losses call; `steps` counts the optimizer steps taken.
+
+    A module of several parts gives them as `parameter_groups()`, trained parameters by name; any other is the part `policy`.
+    """
 
     def __init__(self, accelerator: Accelerator, config: RLConfig, module: nn.Module, total_steps: int):
         self.accelerator, self.max_grad_norm = accelerator, config.max_grad_norm
         self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         betas = (config.adam_beta1, config.adam_beta2)
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, config.learning_rate, betas, config.adam_epsilon, config.weight_decay)
+        if hasattr(module, "parameter_groups"):
+            parts = module.parameter_groups()
+        else:
+            parts = {"policy": [parameter for parameter in module.parameters() if parameter.requires_grad]}
+        groups = [{"params": parameters, "part": part} for part, parameters in parts.items()]
+        optimizer = torch.optim.AdamW(groups, config.learning_rate, betas, config.adam_epsilon, config.weight_decay)
+        self.adamw = optimizer  # under DeepSpeed too: its groups then hold this process's share
         self.module, self.optimizer = accelerator.prepare(module, optimizer)
         self.scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, total_steps)
         self.steps = 0
@@ -83,25 +91,29 @@ class ModuleOptimizer:
         names = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return names.get(self.accelerator.mixed_precision, next(self.model.parameters()).dtype)
 
-    def step(self, forwards: Sequence[Tensors], units: float, loss: Callable[[nn.Module, Tensors], torch.Tensor]) -> None:
+    def step(
+        self, forwards: Sequence[Tensors], units: float, loss: Callable[[nn.Module, Tensors], torch.Tensor], held: Collection[str] = ()
+    ) -> None:
         """One step along the gradient of the mean over `units`, the number of things to learn from in the forwards of all ranks;
-        `loss(module, rows)` is summed over its rows. Without a unit only the schedule moves on.
+        `loss(module, rows)` is summed over its rows. Without a unit only the schedule moves on. The parts `held`, whose gradient is to be
+        0, and which have not trained before, stay as they are.
 
         Raises:
             FloatingPointError: a gradient that is not finite.
         """
         if units:
-            for i, rows in enumerate(forwards):
-                last = i == len(forwards) - 1
-                # DDP and DeepSpeed average over ranks, so the sum is taken times their number
-                if self.deepspeed:
-                    self.module.set_gradient_accumulation_boundary(last)
-                    self.module.backward(loss(self.module, rows) * distributed.world_size() / units)
-                    self.module.step()
-                else:
-                    with nullcontext() if last else self.accelerator.no_sync(self.module):
-                        self.accelerator.backward(loss(self.module, rows) * distributed.world_size() / units)
-            self._check_and_step()
+            with self._hold(held):
+                for i, rows in enumerate(forwards):
+                    last = i == len(forwards) - 1
+                    # DDP and DeepSpeed average over ranks, so the sum is taken times their number
+                    if self.deepspeed:
+                        self.module.set_gradient_accumulation_boundary(last)
+                        self.module.backward(loss(self.module, rows) * distributed.world_size() / units)
+                        self.module.step()
+                    else:
+                        with nullcontext() if last else self.accelerator.no_sync(self.module):
+                            self.accelerator.backward(loss(self.module, rows) * distributed.world_size() / units)
+                self._check_and_step()
         self.pass_step()
 
     def state_dict(self) -> dict:
@@ -142,6 +154,18 @@ class ModuleOptimizer:
 
     def _trained(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.unwrapped.named_parameters() if parameter.requires_grad}
+
+    @contextmanager
+    def _hold(self, parts: Collection[str]) -> Iterator[None]:
+        """No step, no decay, and nothing counted: AdamW's first step on the parts is still to come afterwards."""
+        held = [(group, group["lr"]) for group in self.adamw.param_groups if group["part"] in parts]
+        for group, _ in held:
+            group["lr"] = 0.0
+        yield
+        for group, rate in held:
+            group["lr"] = rate
+            for parameter in group["params"]:
+                self.adamw.state.pop(parameter, None)
 
     def pass_step(self) -> None:
         """Count a step, and move the schedule on."""

@@ -59,15 +59,19 @@ def print_plan(config: SupervisedConfig, title: str, columns: set[str]) -> None:
     )
 
 
-def finish(trainer: Trainer, config: SupervisedConfig, algorithm: str) -> None:
-    """Train, save, and leave the run's record and link."""
+def finish(trainer: Trainer, config: SupervisedConfig, algorithm: str, keep_adapter: bool = False) -> None:
+    """Train, save, and leave the run's record and link. An adapter is merged into what is saved unless it is kept."""
     trainer.train()
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled  # only the trainer can gather it then, and saves the adapter alone
     if sharded or not config.use_peft:
         trainer.save_model()
-    elif distributed.is_main():  # whole, so that every other script can load it
-        model, state = plain_model(trainer.accelerator.unwrap_model(trainer.model))
-        model.save_pretrained(config.output_dir, state_dict=state)
+    elif distributed.is_main():
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if keep_adapter:  # embeddings differ from the base's by a pad token's at most, which no score reads
+            model.save_pretrained(config.output_dir, save_embedding_layers=False)
+        else:  # whole, so that every other script can load it
+            model, state = plain_model(model)
+            model.save_pretrained(config.output_dir, state_dict=state)
         trainer.processing_class.save_pretrained(config.output_dir)
     if distributed.is_main():
         record_run(Path(config.output_dir), algorithm, config.to_dict())

@@ -2,7 +2,8 @@
 
 import os
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from async_rlhf import distributed
+from async_rlhf.adapters import adapter, checkpoint_activations
 from async_rlhf.algorithm import Algorithm, ScoredBatch, Tensors
 from async_rlhf.batching import forward_rows, micro_batches, select, split_to
 from async_rlhf.checkpoint import (
@@ -150,20 +152,22 @@ class Trainer:
 
             model = get_peft_model(model, self.peft)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpoint_activations(model) if self.peft else model.gradient_checkpointing_enable()
         if not (self.peft or self.reference):
             reference = load_causal_lm(config, self._reference_path())
             reference = Policy(reference.requires_grad_(False), config.share_prompts).eval().to(device)
             self.reference = LocalReference(reference, self.plan.prompts_per_forward)
         dtype = getattr(torch, config.torch_dtype, torch.float32)
         context = RewardContext(device, self.tokenizer, config.reward_batch_size, dtype, config.trust_remote_code)
+        if getattr(config, "share_trunk", False):
+            context = replace(context, trunk=model, policy=config)
         self.rewards = load_rewards(config.rewards, "reward", context)
         mixed_precision = self.accelerator.mixed_precision != "no"
         module = self.algorithm.module(Policy(model, config.share_prompts), self.rewards, mixed_precision).train()
         self.optimizer = ModuleOptimizer(self.accelerator, config, module, self.plan.optimizer_steps)
         if self.peft:
             policy = self.optimizer.unwrapped.policy
-            self.reference = LocalReference(policy, self.plan.prompts_per_forward, policy.model.disable_adapter)
+            self.reference = LocalReference(policy, self.plan.prompts_per_forward, partial(adapter, policy.model, None))
         prompts = {"train": self.prompts, "eval": self.eval_prompts}
         self.scorer = Scorer(config, self.rewards, self.reference, self.encoder, prompts, device)
 
@@ -330,7 +334,7 @@ class Trainer:
         chunks = micro_batches(mini_batch, self.plan.prompts_per_forward)
         chunks = split_to(chunks, max(distributed.all_gather(len(chunks))))
         forwards = [select(mini_batch, chunk) for chunk in chunks]
-        self.optimizer.step(forwards, units, lambda module, rows: self.algorithm.loss(module, rows, self.metrics))
+        self.optimizer.step(forwards, units, lambda module, rows: self.algorithm.loss(module, rows, self.metrics), self.algorithm.held)
 
     # -- after an update ----------------------------------------------------------------------------------------------------
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import nn
-from transformers import AutoModelForSequenceClassification, Cache
+from transformers import Cache
 
+from async_rlhf.adapters import VALUE, TrunkClassifier, load_classifier, shares_base
 from async_rlhf.config import ModelConfig, UserError, require
 from async_rlhf.models import Policy, disable_dropout, lora_config, run_responses, trained_dtype
 
@@ -49,9 +50,19 @@ class ActorCritic(nn.Module):
         values = self.value(**tokens)
         return (values,) if values_only else (self.policy(**tokens, temperature=temperature), values)
 
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """What trains, by whose it is: `policy` and `value`."""
+        model = self.value.model
+        own = {id(parameter) for parameter in (model.own_parameters() if isinstance(model, TrunkClassifier) else model.parameters())}
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return {
+            "policy": [parameter for parameter in trained if id(parameter) not in own],
+            "value": [parameter for parameter in trained if id(parameter) in own],
+        }
+
 
 def load_value_model(config: ModelConfig, path: str, vocabulary: int | None, mixed_precision: bool) -> nn.Module:
-    """The classifier at `path`, a reward model, or a language model with a fresh head that says 0 everywhere; with LoRA, its adapter.
+    """The classifier at `path`, a reward model, or a language model with a fresh head that says 0 everywhere; with LoRA, under an adapter.
 
     Raises:
         UserError: nothing loadable there, an encoder, several outputs, or fewer embeddings than `vocabulary`.
@@ -61,12 +72,11 @@ def load_value_model(config: ModelConfig, path: str, vocabulary: int | None, mix
     if path == config.model_name_or_path:
         kwargs["revision"] = config.model_revision
     try:
-        model, report = AutoModelForSequenceClassification.from_pretrained(
+        model, fresh = load_classifier(
             str(Path(path).expanduser()) if Path(path).exists() else path,
             num_labels=1,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
             **kwargs,
         )
     except (OSError, ValueError, RuntimeError) as error:
@@ -74,7 +84,7 @@ def load_value_model(config: ModelConfig, path: str, vocabulary: int | None, mix
     require(hasattr(model, "score"), f"value_model_path {path!r}: an encoder reads whole texts, and has no value before each token")
     size = model.get_input_embeddings().num_embeddings
     require(vocabulary is None or size >= vocabulary, f"value_model_path {path!r}: {size} embeddings for the policy's {vocabulary}")
-    if any(name.startswith("score") for name in report["missing_keys"]):
+    if fresh:
         nn.init.zeros_(model.score.weight)
     disable_dropout(model)
     peft = lora_config(config)
@@ -84,3 +94,17 @@ def load_value_model(config: ModelConfig, path: str, vocabulary: int | None, mix
     if getattr(config, "gradient_checkpointing", False):
         model.gradient_checkpointing_enable()
     return model
+
+
+def value_on_trunk(config: ModelConfig, trunk: PeftModel, path: str | None) -> TrunkClassifier:
+    """The value model as an adapter beside the policy's: the one at `path` with its head if that is one of the same base, or else a fresh
+    one, under a head that says 0 everywhere.
+
+    Raises:
+        UserError: the adapter does not fit.
+    """
+    source = path if path and shares_base(path, config) else lora_config(config)
+    try:
+        return TrunkClassifier(trunk, VALUE, source, True, config.lora_dropout, config.trust_remote_code)
+    except ValueError as error:
+        raise UserError(f"value model on the trunk, from {path or 'a fresh adapter'}: {' '.join(str(error).split())[:300]}") from error

@@ -119,21 +119,28 @@ class WeightStore:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def whole_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every weight as the plain checkpoint has it: tied weights once, LoRA merged without touching the model."""
+def adapter_parameters(model: nn.Module, adapter: str) -> list[nn.Parameter]:
+    """The LoRA weights of one adapter of a `peft` model."""
+    return [parameter for name, parameter in model.named_parameters() if re.search(rf"\.lora_\w+\.{adapter}(\.|$)", name)]
+
+
+def whole_weights(model: nn.Module, dtype: torch.dtype | None = None, adapter: str = "default") -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every weight as the plain checkpoint has it: tied weights once, the LoRA `adapter`, and no other, merged without
+    touching the model."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     for name, parameter in model.named_parameters():
-        if "lora_" in name or ".original_module." in name:  # the latter has a trained copy beside it
+        if ".lora_" in name or ".original_module." in name:  # the latter has a trained copy beside it
             continue
         owner, _, leaf = name.rpartition(".base_layer.")
-        if owner in layers and leaf == "weight":
-            layer = layers[owner]
-            parameter = parameter + sum(layer.get_delta_weight(adapter) for adapter in layer.active_adapters)
+        if owner in layers and leaf == "weight" and adapter in layers[owner].scaling:
+            parameter = parameter + layers[owner].get_delta_weight(adapter)
         plain = re.sub(r"\.modules_to_save\.\w+\.", ".", name.replace(".base_layer.", ".")).removeprefix("base_model.model.")
         yield plain, parameter.detach().to(dtype or parameter.dtype)
 
 
 def plain_model(model: nn.Module) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The `transformers` model under an adapter, or the model itself, and its whole weights on the CPU: what `save_pretrained` takes."""
+    if hasattr(model, "plain"):  # a classifier on a shared trunk
+        return model.plain()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return base, {name: tensor.cpu() for name, tensor in whole_weights(model)}

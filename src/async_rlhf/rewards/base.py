@@ -6,9 +6,10 @@ from typing import Any, Protocol
 
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from async_rlhf.config import setting
+from async_rlhf.config import ModelConfig, setting
 from async_rlhf.data import Encoder
 from async_rlhf.rollout import Rollout
 
@@ -51,13 +52,16 @@ class Reward(Protocol):
 
 @dataclass(frozen=True)
 class RewardContext:
-    """What a script knows that a reward may need: where to compute, and the policy's tokenizer."""
+    """What a script knows that a reward may need: where to compute, the policy's tokenizer, and, where a reward that is a LoRA adapter may
+    share it, the policy's model with its settings."""
 
     device: torch.device | str = "cpu"
     policy_tokenizer: PreTrainedTokenizerBase | None = None
     batch_size: int = 64
     dtype: torch.dtype = torch.float32
     trust_remote_code: bool = False
+    trunk: PeftModel | None = None
+    policy: ModelConfig | None = None
 
 
 @dataclass

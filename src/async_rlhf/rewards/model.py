@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from async_rlhf import distributed
+from async_rlhf import adapters, distributed
 from async_rlhf.config import UserError, require, setting
 from async_rlhf.models import check_model_path
 from async_rlhf.rewards.base import RewardContext, RewardSettings, Sample
-from async_rlhf.rewards.heads import ENCODERS, RewardForward, find_head, load_classifier, loading_under
+from async_rlhf.rewards.heads import ENCODERS, Head, RewardForward, find_head, load_classifier, loading_under
 from async_rlhf.rewards.sharded import Meeting, Shards
 from async_rlhf.rewards.template import Template, check_template, columns_of
 from async_rlhf.vocabulary import same_vocabulary
@@ -53,7 +54,7 @@ class ModelSettings(RewardSettings):
         return Path(self.model).name
 
     def check(self) -> None:
-        check_model_path(self.model, "model")
+        check_model_path(self.model, "model", adapters=True)
         if self.template:
             check_template(self.template)
         self._check_processes(distributed.launched_processes())
@@ -83,7 +84,8 @@ class ModelSettings(RewardSettings):
         self._check_processes(distributed.world_size())
         sharded = self.sharding != "none"
         shards = Shards(self.sharding, Meeting(self.name or self.default_name(), self.timeout), self.offload) if sharded else None
-        return RewardModel(**settings, shards=shards)
+        trunk = context.trunk if context.policy and adapters.shares_base(self.model, context.policy) else None
+        return RewardModel(**settings, shards=shards, trunk=trunk)
 
     def _check_processes(self, processes: int) -> None:
         enough = self.sharding == "none" or processes > 1
@@ -95,7 +97,8 @@ class RewardModel:
 
     The policy's token ids are scored as they are when `policy_tokenizer` is provably the same vocabulary and there is no template, and
     the text is tokenized anew otherwise. A decoder's score is read at the true last token, whatever the padding and whatever the pad id.
-    With `shards` every rank holds a part of the weights, and all ranks call it together.
+    With `shards` every rank holds a part of the weights, and all ranks call it together. `path` may hold a LoRA adapter: it comes with its
+    base, merged, or goes beside the adapters of `trunk`, a model of the same base.
 
     Raises:
         UserError: nothing loadable at `path`, no head of one output there, or a template that its tokenizer cannot fill.
@@ -115,24 +118,33 @@ class RewardModel:
         chat_template: bool = False,
         prompt_column: str | None = None,
         shards: Shards | None = None,
+        trunk: PeftModel | None = None,
     ):
         self.path, self.device, self.dtype, self.trust_remote_code = path, torch.device(device), dtype, trust_remote_code
-        self.batch_size, self.shards, self.collective = batch_size, shards, shards is not None
+        self.batch_size, self.shards, self.collective, self.trunk = batch_size, shards, shards is not None, trunk
+        self.adapter = adapters.adapter_config(path)
+        require(not (self.adapter and shards), f"reward model {path!r} is a LoRA adapter, and sharding takes whole models: merge it")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, truncation_side="left")
-            self.config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            base = self.adapter.base_model_name_or_path if self.adapter else path
+            self.config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
             self.is_encoder = self.config.model_type in ENCODERS
             marks = set(policy_tokenizer.all_special_tokens) if policy_tokenizer else set()
             self.template = Template(self.tokenizer, template, prompt_column, marks) if template or chat_template else None
-            self.head = find_head(path, self.config, head)
+            self.head = Head() if self.adapter else find_head(path, self.config, head)
             self.scorer = self._load()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"no reward model at {path!r}: {' '.join(str(error).split())[:300]}") from error
         self.max_length = max_length or min(self.tokenizer.model_max_length, self.config.max_position_embeddings)
         same = policy_tokenizer is not None and same_vocabulary(policy_tokenizer, self.tokenizer)
         self.reuses_ids = same and not self.is_encoder and self.template is None
+
+    @property
+    def starts_values(self) -> bool:
+        """Whether a value model of the policy can start from its file: the same tokens, and a head that `transformers` finds by itself."""
+        return self.reuses_ids and self.head == Head()
 
     @property
     def model(self) -> nn.Module:
@@ -148,7 +160,14 @@ class RewardModel:
 
     def _scorer(self, **settings) -> RewardForward:
         settings |= dict(dtype=self.dtype, trust_remote_code=self.trust_remote_code)
-        return RewardForward(load_classifier(self.path, self.config, self.head, **settings), self.head, self.is_encoder).eval()
+        if self.trunk:
+            name = f"{adapters.REWARD}-{len(self.trunk.peft_config)}"
+            model = adapters.TrunkClassifier(self.trunk, name, self.path, train=False, remote=self.trust_remote_code)
+        elif self.adapter:
+            model, _ = adapters.load_classifier(self.path, **settings)
+        else:
+            model = load_classifier(self.path, self.config, self.head, **settings)
+        return RewardForward(model, self.head, self.is_encoder).eval()
 
     @torch.no_grad()
     def __call__(self, samples: Sequence[Sample]) -> torch.Tensor:
@@ -191,7 +210,7 @@ class RewardModel:
         """Scores `[len(ids)]` of right-padded sequences."""
         lengths = torch.tensor([len(row) for row in ids])
         width = int(lengths.max())
-        pad = self.tokenizer.pad_token_id or 0
+        pad = 0 if self.trunk else self.tokenizer.pad_token_id or 0  # masked; a trunk may not know the id
         tokens = torch.tensor([row + [pad] * (width - len(row)) for row in ids])
         return self.scorer(tokens.to(self.device), lengths.to(self.device))
 
