@@ -386,7 +386,7 @@ def test_columns_of_templates_are_asked_of_the_data_set(chatty):
         json.dumps({"model": str(chatty), "name": str(i), **one})
         for i, one in enumerate(({"template": "{topic}{prompt}{response}"}, {"chat_template": True, "prompt_column": "turns"}))
     ]
-    assert [settings.columns() for settings in read_rewards(specs, "reward").values()] == [{"topic"}, {"turns"}]
+    assert [settings.columns for settings in read_rewards(specs, "reward").values()] == [{"topic"}, {"turns"}]
 
 
 # -- a real encoder -----------------------------------------------------------------------------------------------------------------

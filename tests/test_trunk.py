@@ -87,7 +87,7 @@ def test_a_shared_trunk_computes_what_two_models_do(config, checkpointing):
     for part in ("policy", "value"):
         assert len(got[part]) == {"policy": 8, "value": 9}[part]
         for a, b in zip(got[part], expected[part], strict=True):
-            assert b.norm() > 0 and (a - b).norm() <= 1e-6 * b.norm()
+            assert b.norm() > 0 and (a - b).norm() <= 1e-5 * b.norm()
     assert all(p.requires_grad == (id(p) in {id(q) for part in parts.values() for q in part}) for p in shared.parameters())
 
 
@@ -155,7 +155,7 @@ def test_a_run_on_one_trunk_trains_two_adapters_and_saves_whole_models(config, r
     value = module.value.model
     tensors = {p.data_ptr(): p for p in [*module.parameters(), *reward.model.parameters()]}
     own = {id(p) for p in [*adapter_parameters(value.trunk, "default"), *value.own_parameters(), *reward.model.own_parameters()]}
-    assert trainer.reference is None and isinstance(reward.model, TrunkClassifier)
+    assert trainer.reference.policy is module.policy and isinstance(reward.model, TrunkClassifier)
     assert sum(p.numel() for p in tensors.values() if id(p) not in own) == sum(p.numel() for p in base.values())
 
     trained = [p for group in trainer.optimizer.adamw.param_groups for p in group["params"]]

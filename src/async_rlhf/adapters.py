@@ -16,7 +16,7 @@ from peft import (
     set_peft_model_state_dict,
 )
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from async_rlhf.config import ModelConfig, UserError, require
 from async_rlhf.weights import adapter_parameters, whole_weights
@@ -94,15 +94,24 @@ def load_classifier(path: str, **settings) -> tuple[PreTrainedModel, bool]:
         return model, any(name.startswith("score") for name in report["missing_keys"])
     heads = [name for name in load_peft_weights(path, device="cpu") if ".score." in name or ".classifier." in name]
     require(heads, NO_HEAD)
-    base = found.base_model_name_or_path
+    base_config(found)
+    return AutoPeftModelForSequenceClassification.from_pretrained(path, **{**settings, "num_labels": 1}).merge_and_unload(), False
+
+
+def base_config(adapter: PeftConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of an adapter's base.
+
+    Raises:
+        UserError: the base does not load.
+    """
+    base = adapter.base_model_name_or_path
     try:
-        model = AutoPeftModelForSequenceClassification.from_pretrained(path, **{**settings, "num_labels": 1})
-    except OSError as error:
+        return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
         raise UserError(
             f"it is an adapter of {base!r}, which does not load; mend base_model_name_or_path in its adapter_config.json "
             f"({' '.join(str(error).split())[:150]})"
         ) from error
-    return model.merge_and_unload(), False
 
 
 # -- classifiers on a shared trunk ---------------------------------------------------------------------------------------

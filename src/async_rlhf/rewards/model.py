@@ -126,15 +126,17 @@ class RewardModel:
         require(not (self.adapter and shards), f"reward model {path!r} is a LoRA adapter, and sharding takes whole models: merge it")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, truncation_side="left")
-            base = self.adapter.base_model_name_or_path if self.adapter else path
-            self.config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+            if self.adapter:
+                self.config = adapters.base_config(self.adapter, trust_remote_code)
+            else:
+                self.config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             self.is_encoder = self.config.model_type in ENCODERS
             marks = set(policy_tokenizer.all_special_tokens) if policy_tokenizer else set()
             self.template = Template(self.tokenizer, template, prompt_column, marks) if template or chat_template else None
             self.head = Head() if self.adapter else find_head(path, self.config, head)
             self.scorer = self._load()
         except (OSError, ValueError, RuntimeError) as error:
-            if isinstance(error, UserError):
+            if isinstance(error, UserError) and not self.adapter:
                 raise
             raise UserError(f"no reward model at {path!r}: {' '.join(str(error).split())[:300]}") from error
         self.max_length = max_length or min(self.tokenizer.model_max_length, self.config.max_position_embeddings)
