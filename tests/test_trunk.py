@@ -219,20 +219,24 @@ def test_another_architecture_shares_its_trunk(config, tokenizer, tmp_path):
 
 
 def test_a_reward_model_can_keep_its_adapter(model_folder, tmp_path, monkeypatch, config, tokenizer):
+    """The same training saved merged, and as an adapter that is loaded with its base and on a trunk: the same scores."""
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps({"prompt": "The cat", "chosen": " sees a dog.", "rejected": f" {i}"}) + "\n" for i in range(4)))
     fields = [
         *(f"--model_name_or_path={model_folder}", f"--dataset_name={pairs}", "--max_length=48", "--max_steps=1", "--eval_strategy=no"),
-        *("--use_peft", "--keep_adapter", "--lora_target_modules", "q_proj", "--learning_rate=1e-2", f"--output_dir={tmp_path / 'rm'}"),
-        *("--use_cpu", "--save_strategy=no", "--per_device_train_batch_size=4"),
+        *("--use_peft", "--lora_target_modules", "q_proj", "--learning_rate=1e-2", "--use_cpu", "--save_strategy=no"),
     ]
-    monkeypatch.setattr(sys, "argv", ["reward_modeling.py", *fields])
-    reward_modeling.main()
-    saved = load_file(tmp_path / "rm" / "adapter_model.safetensors")
+    for name, keep in (("merged", []), ("kept", ["--keep_adapter"])):
+        monkeypatch.setattr(sys, "argv", ["reward_modeling.py", *fields, *keep, f"--output_dir={tmp_path / name}"])
+        reward_modeling.main()
+    saved = load_file(tmp_path / "kept" / "adapter_model.safetensors")
     assert all(".lora_" in name or ".score." in name for name in saved)
-    trunk = policy_of(config)
-    scores = [RewardModel(str(tmp_path / "rm"), policy_tokenizer=tokenizer, trunk=place)(samples(tokenizer)) for place in (None, trunk)]
-    torch.testing.assert_close(*scores, atol=1e-6, rtol=1e-5)
+    places = (("merged", None), ("kept", None), ("kept", policy_of(config)))
+    merged, *kept = (
+        RewardModel(str(tmp_path / name), policy_tokenizer=tokenizer, trunk=trunk)(samples(tokenizer)) for name, trunk in places
+    )
+    for scores in kept:
+        torch.testing.assert_close(scores, merged, atol=1e-6, rtol=1e-5)
 
 
 def altered(folder, to, config=None, weights=None):
