@@ -295,7 +295,7 @@ class Workplace:
             DatasetDict({"train": Dataset.from_list(rows)}).save_to_disk(path)
         elif is_result and field == "model_name_or_path" and script in ("generate_for_eval", "load_and_eval"):
             self.put_run(path)
-        elif is_result and field.endswith(("model_path", "model_name_or_path")):
+        elif is_result and field.endswith(("model_path", "model_name_or_path", "reward")):
             path.symlink_to(SFT_MODEL)
 
     def put_run(self, path: Path) -> None:
