@@ -84,7 +84,9 @@ def main() -> None:
     config = parse(RelabelConfig)
     quiet_libraries()
     output = Path(config.output_dir)
-    read_rewards([config.reward_model_path], "reward_model_path")
+    [settings] = read_rewards([config.reward_model_path], "reward_model_path").values()
+    readable = config.makes_pairs or not settings.reads_reference
+    require(readable, "reward_model_path: it reads the data set's own completion (relative, {reference}), and existing pairs have none")
     if config.makes_pairs:
         check_model_path(config.model_name_or_path, "model_name_or_path")
     require(not output.exists(), f"output_dir {config.output_dir!r} exists already: name a new folder")

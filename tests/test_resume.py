@@ -244,7 +244,7 @@ def test_what_cannot_be_resumed_says_so(run, tmp_path, capsys):
     with pytest.raises(UserError, match="a run goes on in its own folder"):
         run("other", resume_from_checkpoint=str(parts / "checkpoint-3"))
     with pytest.raises(UserError, match="exclude each other"):
-        run("parts", resume_from_checkpoint="latest", overwrite_output_dir=True)
+        run("parts", resume_from_checkpoint=str(parts / "checkpoint-3"), overwrite_output_dir=True)
     for path in checkpoints(parts):
         shutil.rmtree(path / STATE, ignore_errors=True)
     with pytest.raises(UserError, match="none of the 4 checkpoints"):

@@ -201,7 +201,7 @@ def test_a_relative_score_subtracts_that_of_the_data_sets_own_completion_which_i
     [
         ([], "is not set"),
         (["{bad"], "no JSON mapping"),
-        (['{"weight": 2}'], "one of model, function"),
+        (['{"weight": 2}'], "one of function, remote, judge, model"),
         (['{"model": "a-hub-name", "wieght": 2}'], "did you mean 'weight'"),
         (['{"model": "a-hub-name", "max_length": "long"}'], "max_length"),
         (['{"function": "async_rlhf.rewards.docstrings:gold", "concurrency": 0}'], "concurrency 0"),

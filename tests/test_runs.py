@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
 from tiny_run import settings, train
 
 import async_rlhf.model_card
@@ -114,8 +115,10 @@ class RecordingHub:
         self.calls.append(("create", name, exist_ok))
         return type("Repository", (str,), {"repo_id": f"someone/{name}"})(f"hub/someone/{name}")
 
-    def upload_folder(self, repo_id, folder_path, commit_message):
-        self.calls.append(("upload", repo_id, Path(folder_path).name, sorted(path.name for path in Path(folder_path).iterdir())))
+    def upload_folder(self, repo_id, folder_path, commit_message, ignore_patterns):
+        files = [path.relative_to(folder_path).as_posix() for path in Path(folder_path).rglob("*") if path.is_file()]
+        sent = sorted(filter_repo_objects(files, ignore_patterns=ignore_patterns))
+        self.calls.append(("upload", repo_id, Path(folder_path).name, sent))
 
 
 def test_a_checkpoint_has_a_card_and_is_pushed_when_asked(model_folder, prompts_file, reward_file, tmp_path, monkeypatch):
@@ -141,9 +144,9 @@ def test_a_checkpoint_has_a_card_and_is_pushed_when_asked(model_folder, prompts_
     )  # the last checkpoint's own evaluation
     create, upload = RecordingHub.calls
     assert create == ("create", "dpo", True)
-    assert upload[:3] == ("upload", "someone/dpo", "checkpoint-4") and {"README.md", "model.safetensors", "tokenizer.json"} <= set(
-        upload[3]
-    )
+    assert upload[:3] == ("upload", "someone/dpo", "checkpoint-4")
+    model = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert upload[3] == ["README.md", *model]  # and nothing of what a run goes on from
     record = run_settings(str(tmp_path / "results" / "dpo" / "checkpoint-4"))
     assert record["algorithm"] == "OnlineDPO" and record["completions_per_update"] == 16 and record["sft_model_path"] == str(model_folder)
     assert json.loads((tmp_path / "results" / "dpo" / "run_config.json").read_text())["wandb_run_id"] == config.wandb_run_id

@@ -76,7 +76,10 @@ def new_folder(folder: Path, save_total_limit: int | None = None) -> Iterator[Pa
 
 def save_state(folder: Path, progress: Progress, state: Mapping[str, Any], output: Path) -> None:
     """Write what the main process knows. `state` holds tensors, numbers, strings, and lists and dicts of them."""
-    progress.logs = {str(path.relative_to(output)): path.stat().st_size for pattern in LOGS for path in output.glob(pattern)}
+    logs = [path for pattern in LOGS for path in output.glob(pattern)]
+    for path in logs:
+        _sync(path)
+    progress.logs = {str(path.relative_to(output)): path.stat().st_size for path in logs}
     (folder / STATE / PROGRESS).write_text(json.dumps(asdict(progress)) + "\n", encoding="utf-8")
     torch.save(dict(state), folder / STATE / TENSORS)
 
@@ -147,9 +150,9 @@ def checkpoints(output: Path) -> list[Path]:
     return [path for _, path in sorted(found.items(), reverse=True)]
 
 
-def find_checkpoint(config: RLConfig) -> Path | None:
+def find_checkpoint(config: RLConfig, facts: Mapping[str, Any]) -> Path | None:
     """The checkpoint to go on from, after every file of it was checked; None: from the start. `latest` passes over a damaged one, and
-    says so.
+    says so. `facts` of this run beside its settings must be those of the run there too.
 
     Raises:
         UserError: the checkpoint named is of another folder, has no state or is damaged; or the run there had other settings.
@@ -157,19 +160,19 @@ def find_checkpoint(config: RLConfig) -> Path | None:
     wanted, output = config.resume_from_checkpoint, Path(config.output_dir)
     if wanted is None:
         return None
-    require(not config.overwrite_output_dir, "resume_from_checkpoint and overwrite_output_dir exclude each other")
     if wanted != "latest":
+        require(not config.overwrite_output_dir, "resume_from_checkpoint with a path and overwrite_output_dir exclude each other")
         path = Path(wanted).expanduser()
         require(path.is_dir(), f"resume_from_checkpoint {wanted!r}: no such folder")
         inside = path.resolve().parent == output.resolve()
         require(inside, f"resume_from_checkpoint {wanted!r}: a run goes on in its own folder: set output_dir to {str(path.parent)!r}")
         reason = damage(path)
         require(not reason, f"resume_from_checkpoint {wanted!r}: {reason}; `latest` takes the newest whole one")
-        _check_same_run(config)
+        _check_same_run(config, facts)
         return path
     candidates = checkpoints(output)
-    if (output / "run_config.json").exists():
-        _check_same_run(config)
+    if (output / "run_config.json").exists() and (candidates or not config.overwrite_output_dir):
+        _check_same_run(config, facts)
     for path in candidates:
         reason = damage(path)
         if not reason:
@@ -196,10 +199,9 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def _check_same_run(config: RLConfig) -> None:
-    record, mine = run_settings(config.output_dir), asdict(config)
+def _check_same_run(config: RLConfig, facts: Mapping[str, Any]) -> None:
+    record, mine = run_settings(config.output_dir), asdict(config) | facts
     mine["sft_model_path"] = config.sft_model_path or record.get("sft_model_path")
-    mine["processes"] = distributed.world_size()
     changed = [
         name
         for name, value in record.items()
@@ -220,12 +222,18 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     return torch.load(checkpoint / STATE / TENSORS, map_location="cpu", weights_only=True)
 
 
-def rewind(output: Path, progress: Progress | None) -> None:
-    """Bring the run's folder back to where it stood: logs are cut, and what was begun or made since is deleted. None: to the start."""
-    done, logs = (progress.updates, progress.logs) if progress else (0, {})
+def rewind(output: Path, progress: Progress) -> None:
+    """Bring the run's folder back to where it stood: logs are cut, and what was begun or made since is deleted.
+
+    Raises:
+        UserError: a log is not there, or shorter than it was.
+    """
+    for name, size in progress.logs.items():
+        whole = (output / name).is_file() and (output / name).stat().st_size >= size
+        require(whole, f"resume_from_checkpoint: {output / name} is not there or shorter than when the checkpoint was made")
     for path in [path for pattern in LOGS for path in output.glob(pattern)]:
-        size = logs.get(str(path.relative_to(output)), 0)
+        size = progress.logs.get(str(path.relative_to(output)), 0)
         os.truncate(path, size) if size else path.unlink()
-    later = [path for path in checkpoints(output) if int(CHECKPOINT.fullmatch(path.name)[1]) > done]
+    later = [path for path in checkpoints(output) if int(CHECKPOINT.fullmatch(path.name)[1]) > progress.updates]
     for path in [*later, *output.glob(".checkpoint-*.part")]:
         shutil.rmtree(path)

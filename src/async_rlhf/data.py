@@ -131,6 +131,13 @@ class Encoder:
         completion = self._field(row, template, column or self.config.completion_column)
         return completion if isinstance(completion, str) else completion[-1]["content"]
 
+    def reference_text(self, row: dict) -> str | None:
+        """`completion_text`, or None where the row has no text there."""
+        template, column = self.config.completion_template, self.config.completion_column
+        if template is None and not isinstance(row[column], str) and not (row[column] and isinstance(row[column][0], dict)):
+            return None
+        return None if any(row[name] is None for name in self.completion_columns(self.config)) else self.completion_text(row)
+
     def completion_ids(self, row: dict, column: str | None = None) -> list[int]:
         """Token ids of the completion, the end of sequence included."""
         return self.encode_completion(self.completion_text(row, column))

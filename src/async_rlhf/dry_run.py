@@ -37,6 +37,11 @@ def check_paths(config: RLConfig) -> None:
     require(not compares or k > 1, f"num_generations {k}: {reason}, and needs 2 or more")
     require(not compares or not config.eval_steps, f"eval_steps: {reason}, and held-out prompts are sampled once")
     check_remote_reference(config)
+    on_trunk = [name for name, settings in rewards.items() if getattr(config, "share_trunk", False) and settings.adapts(config)]
+    require(
+        not (config.score_in_pipeline and on_trunk),
+        f"score_in_pipeline: with share_trunk reward {', '.join(on_trunk)} is an adapter of the model that trains meanwhile",
+    )
     require(config.generator != "replay" or Path(config.replay_path).is_file(), f"replay_path {config.replay_path!r}: no such file")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 
+from async_rlhf.checkpoint import STATE
 from async_rlhf.config import RLConfig, require
 
 TRAINED = (
@@ -64,7 +65,8 @@ def push_checkpoint(folder: Path, config: RLConfig) -> str:
     """Upload a checkpoint, card included, and return its address."""
     api = HfApi()
     repository = api.create_repo(config.hub_model_id or Path(config.output_dir).name, exist_ok=True)
-    api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message=f"{folder.name} of {config.run_name}")
+    message = f"{folder.name} of {config.run_name}"
+    api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message=message, ignore_patterns=f"{STATE}/**")
     return str(repository)
 
 

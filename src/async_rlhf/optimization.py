@@ -48,6 +48,12 @@ def open_accelerator(config: RLConfig) -> Accelerator:
     return accelerator
 
 
+def sharding(accelerator: Accelerator) -> str:
+    """How the optimizer is spread over the processes, for the run's record."""
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}" if deepspeed else "none"
+
+
 class ModuleOptimizer:
     """The trained module with AdamW and its schedule. `module` is what losses call; `steps` counts the optimizer steps taken.
 
@@ -69,11 +75,6 @@ class ModuleOptimizer:
         self.scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, total_steps)
         self.steps = 0
         self.learning_rate = config.learning_rate
-
-    @property
-    def sharding(self) -> str:
-        """How the optimizer is spread over the processes, for the run's record."""
-        return f"ZeRO-{self.module.zero_optimization_stage()}" if self.deepspeed else "none"
 
     @property
     def unwrapped(self) -> nn.Module:
@@ -150,7 +151,9 @@ class ModuleOptimizer:
 
     def load_shards(self, folder: Path) -> None:
         if self.deepspeed:
-            self.module.load_checkpoint(str(folder), tag=SHARDS)
+            found, _ = self.module.load_checkpoint(str(folder), tag=SHARDS)
+            if found is None:
+                raise ValueError(f"DeepSpeed finds no checkpoint {SHARDS} in {folder}")
 
     def _trained(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.unwrapped.named_parameters() if parameter.requires_grad}

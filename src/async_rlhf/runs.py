@@ -71,7 +71,9 @@ def record_run(output: Path, algorithm: str, settings: dict) -> None:
     if settings.get("dataset_name") == "docstrings":
         record["docstrings_fingerprint"] = fingerprint()
     output.mkdir(parents=True, exist_ok=True)
-    (output / "run_config.json").write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+    new = output / ".run_config.json"
+    new.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+    new.replace(output / "run_config.json")
 
 
 def link_output(output: Path) -> None:

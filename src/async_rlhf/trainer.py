@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ from async_rlhf.models import (
     token_logprobs,
     trained_dtype,
 )
-from async_rlhf.optimization import ModuleOptimizer, open_accelerator
+from async_rlhf.optimization import ModuleOptimizer, open_accelerator, sharding
 from async_rlhf.pipeline import Evaluation, GenerationPipeline, Pacing
 from async_rlhf.preemption import StopSignals, leave
 from async_rlhf.reference import LocalReference
@@ -86,24 +87,27 @@ class Trainer:
         self.eval_prompts = load_prompts(config, self.encoder, "eval", columns) if config.eval_steps else None
         self.engine_device = choose_device(config.vllm_device, distributed.world_size()) if config.generator == "vllm" else None
         self._check_model()
-        checkpoint = distributed.broadcast(find_checkpoint(config) if distributed.is_main() else None)
+        self.facts = {
+            "algorithm": self.algorithm_name,
+            "processes": self.plan.processes,
+            "sharding": sharding(self.accelerator),
+            "mixed_precision": self.accelerator.mixed_precision,
+        }
+        checkpoint = distributed.broadcast(find_checkpoint(config, self.facts) if distributed.is_main() else None)
         self.reference = open_remote_reference(config, self.tokenizer, self.longest)  # None where it is no server's
         if distributed.is_main():
-            self._open_folder(checkpoint)
+            self._open_folder()
         self._bind_to_cores()
         self._load_models()
-        if distributed.is_main():  # from here on the folder holds a run
-            settled = {
-                "sft_model_path": self._reference_path(),
-                "completions_per_update": self.plan.completions,
-                "processes": self.plan.processes,
-                "sharding": self.optimizer.sharding,
-            }
-            record_run(self.output, self.algorithm_name, asdict(config) | settled)
         self.metrics, self.timers = Metrics(), Timers()
         self.progress, self.held = Progress(0, {0: 0}), []
         if checkpoint:
             self._restore(checkpoint)
+        if distributed.is_main():  # from here on the folder holds a run
+            if config.resume_from_checkpoint:
+                rewind(self.output, self.progress)
+            settled = {"sft_model_path": self._reference_path(), "completions_per_update": self.plan.completions}
+            record_run(self.output, self.algorithm_name, asdict(config) | settled | self.facts)
 
     # -- set-up -------------------------------------------------------------------------------------------------------------
 
@@ -111,11 +115,10 @@ class Trainer:
         served = self.reference.path if self.reference else None
         return self.config.sft_model_path or served or self.config.model_name_or_path
 
-    def _open_folder(self, checkpoint: Path | None) -> None:
+    def _open_folder(self) -> None:
         earlier = run_settings(self.config.output_dir) if self.config.resume_from_checkpoint else {}
         if earlier:
             self.config.wandb_run_id = earlier["wandb_run_id"]  # one run in the trackers, too
-            rewind(self.output, load_progress(checkpoint) if checkpoint else None)
         else:
             claim_folder(self.output, self.config.overwrite_output_dir)
         open_trackers(self.accelerator, asdict(self.config), resume=bool(earlier))
@@ -207,6 +210,7 @@ class Trainer:
             if self.pipeline:
                 self.pipeline.close()
             self.store.close()
+            self.rewards.close()
             self.accelerator.end_training()
         if stopped:
             leave(self.output, self.progress.updates)
@@ -259,23 +263,28 @@ class Trainer:
         """The next training batch, on every rank, or None when all `done` updates are; evaluations that come before it are scored and
         logged. A failure of the generator is raised on every rank."""
         while True:
-            received, error = None, None
             with self.timers.time("trainer_wait"):
-                if self.pipeline:
-                    try:
-                        received = self.pipeline.get()
-                    except Exception as failure:
-                        error = failure
-                message = distributed.broadcast(received if error is None else "".join(traceback.format_exception(error)))
-            if error is not None:
-                raise error
-            if isinstance(message, str):
-                raise RuntimeError(f"the generator failed on rank 0:\n{message}")
+                message = self._from_main(lambda: self.pipeline.get())
             if message.kind == "train":
                 return message
             self._evaluate(message, done)
             if message.index == self.plan.updates:
                 return None
+
+    def _from_main(self, ask: Callable[[], Any]) -> Any:
+        """What `ask` gives on the main process, on every rank. Its failure is raised on every rank."""
+        received, failure = None, None
+        if distributed.is_main():
+            try:
+                received = ask()
+            except Exception as error:
+                failure = error
+        received, said = distributed.broadcast((received, failure and "".join(traceback.format_exception(failure))))
+        if failure:
+            raise failure
+        if said:
+            raise RuntimeError(f"failed on rank 0:\n{said}")
+        return received
 
     def _deal(self, batch: RolloutBatch, update: int) -> list[list[Rollout]]:
         """This rank's prompts, mini-batch after mini-batch. Mini-batches are drawn over the whole batch first, so that any number
@@ -404,9 +413,8 @@ class Trainer:
     def _save(self, updates: int) -> None:
         """A checkpoint, at the end of an update. It waits for the batches that were to be sampled with snapshots before this one."""
         self.progress.updates = updates
-        if self.pipeline:
-            self.held, self.progress.evaluated = self.pipeline.hold(updates + self.config.max_staleness)
-        random_states_of_ranks = distributed.all_gather(random_states())
+        self.held, self.progress.evaluated = self._from_main(lambda: self.pipeline.hold(updates + self.config.max_staleness))
+        of_ranks = distributed.all_gather({"random": random_states(), "rewards": self.rewards.state_dict()})
         with new_folder(self.output / f"checkpoint-{updates}", self.config.save_total_limit) as folder:
             self.optimizer.save_shards(folder / STATE)
             if distributed.is_main():
@@ -414,17 +422,18 @@ class Trainer:
                 beside = {name: plain_model(other) for name, other in self.algorithm.models(self.optimizer.unwrapped).items()}
                 save_model(model, self.tokenizer, folder, weights, self._card(), beside)
                 state = {"optimizer": self.optimizer.state_dict(), "algorithm": self.algorithm.state_dict()}
-                state |= {"rewards": self.rewards.state_dict(), "random": random_states_of_ranks}
-                save_state(folder, self.progress, state | {"held": [batch_record(batch) for batch in self.held]}, self.output)
+                state |= {"ranks": of_ranks, "held": [batch_record(batch) for batch in self.held]}
+                save_state(folder, self.progress, state, self.output)
 
     def _restore(self, checkpoint: Path) -> None:
         self.progress, state = load_progress(checkpoint), load_state(checkpoint)
         self.optimizer.load_shards(checkpoint / STATE)
         self.optimizer.load_state_dict(state["optimizer"])
         self.algorithm.load_state_dict(state["algorithm"])
-        self.rewards.load_state_dict(state["rewards"])
         self.held = [read_batch(record) for record in state["held"]]
-        restore_random_states(state["random"][distributed.rank()])
+        mine = state["ranks"][distributed.rank()]
+        self.rewards.load_state_dict(mine["rewards"])
+        restore_random_states(mine["random"])
 
     def _card(self) -> str:
         return str(model_card(self.config, self.algorithm_name, self.progress.last_record, self.progress.last_evaluation))

@@ -77,6 +77,10 @@ class RewardSettings:
         """Whether the reward works only if all ranks enter it together."""
         return False
 
+    def adapts(self, policy: ModelConfig) -> bool:
+        """Whether it is an adapter of the model that the policy starts from."""
+        return False
+
     @property
     def compares(self) -> bool:
         """Whether it scores a sample against the others of its prompt, so that one alone has no score."""
@@ -123,7 +127,7 @@ def rollout_samples(rollouts: Sequence[Rollout], rows: Dataset, encoder: Encoder
                 finished=finished,
                 columns=row,
                 group=rollout.position,
-                reference=encoder.completion_text(row) if has_reference else None,
+                reference=encoder.reference_text(row) if has_reference else None,
             )
         )
     return samples

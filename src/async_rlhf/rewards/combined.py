@@ -69,7 +69,7 @@ class RewardSet:
 
     def state_dict(self) -> dict[str, list]:
         """Scores of the data set's completions, by reward: asked again in another batch, a model's would differ in the last digits."""
-        return {part.name: [[*key, score] for key, score in part.references.items()] for part in self.parts if part.references}
+        return {part.name: [[*key, score] for key, score in dict(part.references).items()] for part in self.parts if part.references}
 
     def load_state_dict(self, state: dict[str, list]) -> None:
         for part in self.parts:

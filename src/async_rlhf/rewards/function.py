@@ -6,6 +6,7 @@ An `async def` is called for `batch_size` samples at a time, `concurrency` calls
 """
 
 import asyncio
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -105,13 +107,23 @@ def find_function(spec: str) -> Callable[[list[Sample]], list[float]]:
         if module_name.endswith(".py"):
             path = Path(module_name).expanduser().resolve()
             require(path.is_file(), f"reward function {spec!r}: no file {path}")
-            module_spec = importlib.util.spec_from_file_location(path.stem, path)
-            module = importlib.util.module_from_spec(module_spec)
-            sys.modules.setdefault(path.stem, module)
-            module_spec.loader.exec_module(module)
+            module = _load(path, path.stat().st_mtime_ns)
         else:
             module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(f"reward function {spec!r}: cannot import {module_name}: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # whatever the file does when it is run
+        message = f"{type(error).__name__}: {error}"
+        raise UserError(f"reward function {spec!r}: cannot import {module_name}: {message}") from error
     require(hasattr(module, name), f"reward function {spec!r}: {module_name} has no {name}")
     return getattr(module, name)
+
+
+@functools.cache
+def _load(path: Path, changed: int) -> ModuleType:
+    """The file's module, made once for each version of the file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module

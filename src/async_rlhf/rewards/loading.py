@@ -17,11 +17,11 @@ from async_rlhf.rewards.judge import JudgeSettings
 from async_rlhf.rewards.model import ModelSettings
 from async_rlhf.rewards.remote import RemoteSettings
 
-KINDS: dict[str, type[RewardSettings]] = {
-    "model": ModelSettings,
+KINDS: dict[str, type[RewardSettings]] = {  # `model` is the last: a judge has a setting of that name
     "function": FunctionSettings,
     "remote": RemoteSettings,
     "judge": JudgeSettings,
+    "model": ModelSettings,
 }
 
 
@@ -61,7 +61,7 @@ def _read(spec: str, field: str) -> RewardSettings:
         mapping = json.loads(spec)
     except ValueError as error:
         raise UserError(f"{field} {spec!r}: no JSON mapping: {error}") from error
-    kind = next((key for key in mapping if key in KINDS), None)
+    kind = next((key for key in KINDS if key in mapping), None)
     require(kind, f"{field} {spec}: one of {', '.join(KINDS)} is needed, to say what the reward is")
     settings = from_mapping(KINDS[kind], mapping, field)
     require(getattr(settings, kind), f"{field} {spec}: {kind} is empty")

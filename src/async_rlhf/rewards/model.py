@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from async_rlhf import adapters, distributed
-from async_rlhf.config import UserError, require, setting
+from async_rlhf.config import ModelConfig, UserError, require, setting
 from async_rlhf.models import check_model_path
 from async_rlhf.rewards.base import RewardContext, RewardSettings, Sample
 from async_rlhf.rewards.heads import ENCODERS, Head, RewardForward, find_head, load_classifier, loading_under
@@ -67,6 +67,9 @@ class ModelSettings(RewardSettings):
     def columns(self) -> set[str]:
         return columns_of(self.template, self.prompt_column)
 
+    def adapts(self, policy: ModelConfig) -> bool:
+        return adapters.shares_base(self.model, policy)
+
     def open(self, context: RewardContext) -> "RewardModel":
         settings = dict(
             path=str(Path(self.model).expanduser()) if Path(self.model).exists() else self.model,
@@ -84,7 +87,7 @@ class ModelSettings(RewardSettings):
         self._check_processes(distributed.world_size())
         sharded = self.sharding != "none"
         shards = Shards(self.sharding, Meeting(self.name or self.default_name(), self.timeout), self.offload) if sharded else None
-        trunk = context.trunk if context.policy and adapters.shares_base(self.model, context.policy) else None
+        trunk = context.trunk if context.policy and self.adapts(context.policy) else None
         return RewardModel(**settings, shards=shards, trunk=trunk)
 
     def _check_processes(self, processes: int) -> None:
