@@ -8,7 +8,7 @@
 #SBATCH --mem=128G
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=USR1@300
+#SBATCH --signal=B:USR1@300
 #
 # Train: ./train.sh COMMAND…, in a shell, or sbatch [options] train.sh COMMAND… under Slurm, submitted from the project's folder.
 #
@@ -34,11 +34,14 @@ if [[ ${SLURM_RESTART_COUNT:-0} -gt 0 && " $* " =~ (online_dpo|ppo|rloo)\.py' ' 
     command+=(--resume_from_checkpoint latest)
 fi
 
-ASYNC_RLHF_PREEMPTED=$(mktemp)
-export ASYNC_RLHF_PREEMPTED
-trap 'rm -f "$ASYNC_RLHF_PREEMPTED"' EXIT
+# By files, since a launcher neither passes a signal on to its processes in time nor ends with their exit code.
+words=$(mktemp -d "$PWD/.train.XXXXXXXX")
+trap 'rm -rf "$words"' EXIT
+export ASYNC_RLHF_STOP=$words/stop ASYNC_RLHF_PREEMPTED=$words/preempted
+# shellcheck disable=SC2329 # `attended` calls it
+told() { touch "$ASYNC_RLHF_STOP"; }
 code=0
-step "${command[@]}" || code=$?
+attended step "${command[@]}" || code=$?
 if [[ -s $ASYNC_RLHF_PREEMPTED ]]; then
     code=85
     if [[ -n ${SLURM_JOB_ID:-} ]] && command -v scontrol >/dev/null; then

@@ -8,7 +8,7 @@
 #SBATCH --mem=64G
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=USR1@300
+#SBATCH --signal=B:USR1@300
 #
 # Train, then evaluate what was trained: ./train_generate_and_eval.sh COMMAND…, in a shell or with sbatch.
 #
@@ -19,12 +19,16 @@
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 [[ -f $here/slurm_step.sh ]] || here=${SLURM_SUBMIT_DIR:-$here}
+# shellcheck source=slurm_step.sh
+source "$here/slurm_step.sh"
 
 links=$(mktemp -d "$PWD/.output_dir.XXXXXXXX")
 trap 'rm -rf "$links"' EXIT
 export ASYNC_RLHF_OUTPUT_LINK=$links/output_dir
 
-"$here/train.sh" "$@"
+# shellcheck disable=SC2329 # `attended` calls it
+told() { kill -USR1 "$attended_pid"; }
+attended "$here/train.sh" "$@"
 
 if [[ ! -L $ASYNC_RLHF_OUTPUT_LINK ]]; then
     for word in "$@"; do

@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,28 @@ def test_a_run_that_stopped_to_be_continued_is_queued_again_and_then_resumes(fol
     assert "['--seed=1', '--resume_from_checkpoint', 'latest']" in wrapper(folder, *again, "rloo.py", "--seed=1", slurm=True, code=85)
     assert "['--resume_from_checkpoint=x']" in wrapper(folder, *again, "rloo.py", "--resume_from_checkpoint=x", slurm=True, code=85)
     assert "[]" in wrapper(folder, *again, "-c", "import sys; print(sys.argv[1:])", slurm=True)
+
+
+@pytest.mark.parametrize("script", ["train.sh", "train_generate_and_eval.sh"])
+def test_slurms_warning_reaches_the_run_as_a_file(folder, script):
+    """Slurm signals the batch shell alone; the run, under a launcher that would die of the signal, finds the file and ends well."""
+    (folder / "ppo.py").unlink()
+    (folder / "ppo.py").write_text(
+        "import os, pathlib, sys, time\nopen('started', 'w')\n"
+        "while not pathlib.Path(os.environ['ASYNC_RLHF_STOP']).exists():\n    time.sleep(0.05)\n"
+        "pathlib.Path(os.environ['ASYNC_RLHF_PREEMPTED']).write_text('run')\nsys.exit(3)\n"
+    )
+    command = ["sbatch", script, "python", "ppo.py"]
+    shell = subprocess.Popen(
+        command, cwd=folder, env=environment(folder, slurm=True), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (folder / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    shell.send_signal(signal.SIGUSR1)  # `exec bash`: the batch shell has the stub's process id
+    said, _ = shell.communicate(timeout=60)
+    assert shell.returncode == 85, said
+    assert [path.name for path in folder.glob(".train.*")] == []
 
 
 def test_words_reach_the_command_as_they_were_typed(folder):

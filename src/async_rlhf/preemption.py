@@ -1,4 +1,5 @@
-"""Asked to stop, a run ends at its next update with a checkpoint. Slurm asks by SIGTERM (preemption) and by SIGUSR1 (time limit)."""
+"""Asked to stop, a run ends at its next update with a checkpoint. SIGTERM or SIGUSR1 to any of its processes asks, and so does `train.sh`
+by a file, when Slurm tells it of preemption or of the time limit."""
 
 import os
 import signal
@@ -9,6 +10,7 @@ from async_rlhf import distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE = 85  # "stopped, to be continued"
+STOP_VARIABLE = "ASYNC_RLHF_STOP"  # the file
 MARKER_VARIABLE = "ASYNC_RLHF_PREEMPTED"  # a file that train.sh looks at: launchers make a code of their own of a process's
 
 
@@ -34,7 +36,8 @@ class StopSignals:
 
     def asked(self) -> bool:
         """Whether any rank was asked to stop. All ranks call it together: where one is dead this fails, and no checkpoint is begun."""
-        return any(distributed.all_gather(self._noted))
+        stop = os.environ.get(STOP_VARIABLE)
+        return any(distributed.all_gather(self._noted or bool(stop and Path(stop).exists())))
 
 
 def leave(output: Path, updates: int) -> None:
