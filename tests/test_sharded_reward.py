@@ -26,16 +26,18 @@ from async_rlhf.rewards.model import RewardModel
 from async_rlhf.rewards.sharded import Meeting
 
 KINDS = {
-    "plain": {"model": "neox"},
     "zero3": {"model": "neox", "sharding": "zero3"},
     "zero3, offloaded": {"model": "neox", "sharding": "zero3", "offload": True},
-    "fsdp": {"model": "neox", "sharding": "fsdp"},
+    "zero3, relative": {"model": "neox", "sharding": "zero3", "relative": True},
     "zero3, another's head": {"model": "valued", "sharding": "zero3"},
+    "zero3, encoder": {"model": "bert", "sharding": "zero3"},
+    "fsdp": {"model": "neox", "sharding": "fsdp"},
     "fsdp, another's head": {"model": "valued", "sharding": "fsdp"},
+    "fsdp, encoder": {"model": "bert", "sharding": "fsdp"},
+    "plain": {"model": "neox"},  # loaded after them: it is not sharded
     "function": {"function": "letters.py:letters"},
-    "zero3 and function": {"model": "neox", "sharding": "zero3", "relative": True},
 }
-
+BERT = dict(model_type="bert", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, max_position_embeddings=64)
 PATIENCE = 4
 
 
@@ -172,12 +174,13 @@ def one_of_two_processes(folder: str) -> None:
 def found(tmp_path_factory, tokenizer, model_folder) -> tuple[Path, list[dict]]:
     folder = tmp_path_factory.mktemp("sharded")
     classifier(NEOX, tokenizer, folder / "neox")
+    classifier(BERT, tokenizer, folder / "bert")
     valued(NEOX, tokenizer, folder / "valued", "v_head.summary", bias=0.75)
     (folder / "llama").symlink_to(model_folder)
     (folder / "letters.py").write_text("def letters(samples):\n    return [s.response.count('a') + len(s.prompt) / 100 for s in samples]\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-6000:]
     return folder, [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(2)]
 
@@ -197,9 +200,8 @@ def test_two_ranks_score_like_one(found, kind, tokenizer, monkeypatch):
 
 def test_a_sharded_model_is_sharded_and_no_other(found):
     for rank in found[1]:
-        assert rank["shares"].pop("plain") == 1.0
         for kind, held in rank["shares"].items():
-            assert 0.49 < held < 0.52, kind
+            assert held == 1.0 if kind == "plain" else 0.49 < held < 0.55, kind
         assert rank["leaks"] is False
 
 
@@ -232,7 +234,7 @@ def test_a_run_under_zero2_with_a_zero3_reward_is_the_run_with_a_whole_one(found
             *("--per_device_train_batch_size=4", "--total_episodes=32", "--learning_rate=1e-3", "--eval_split=train[:1]", "--eval_steps=2"),
         ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, env=env)
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600, env=env)
         assert done.returncode == 0, done.stderr[-4000:]
         lines = [*(output / "metrics.jsonl").read_text().splitlines(), *(output / "eval.jsonl").read_text().splitlines()]
         records.append([json.loads(line) for line in lines])
@@ -305,8 +307,7 @@ def test_a_head_that_is_not_in_the_file_is_refused(model_folder, tokenizer, tmp_
         RewardModel(str(model_folder))
     with pytest.raises(UserError, match="no score head among its weights, which is called mine"):
         RewardModel(str(model_folder), head="mine")
-    settings = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16, max_position_embeddings=64)
-    config = AutoConfig.for_model("bert", vocab_size=len(tokenizer), num_labels=1, **settings)
+    config = AutoConfig.for_model(**BERT, vocab_size=len(tokenizer), num_labels=1)
     encoder = AutoModelForSequenceClassification.from_config(config)
     state = {key: value for key, value in encoder.state_dict().items() if not key.startswith("classifier")}
     save_model(encoder, tokenizer, tmp_path / "encoder", state)
