@@ -7,10 +7,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf.config import GeneratorConfig, UserError
+from async_rlhf.engine_process import DISTRIBUTED_VARIABLES
 from async_rlhf.generation import HFGenerator, Sampling
 from async_rlhf.models import Policy, pad_tokens
 from async_rlhf.rollout import Prompt
-from async_rlhf.vllm_utils import DISTRIBUTED_VARIABLES, check_engine_model, choose_device, open_generator, trainer_cores
+from async_rlhf.vllm_utils import check_engine_model, choose_device, open_generator, trainer_cores
 from async_rlhf.weights import WeightStore, whole_weights
 
 PROMPTS = [Prompt(i, i, list(range(30, 34 + 3 * i))) for i in range(6)]

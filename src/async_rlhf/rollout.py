@@ -53,7 +53,7 @@ class RolloutBatch:
     """What the generator hands over for one update (`index` counts from 0), or for one evaluation.
 
     `version` is the newest snapshot it was sampled with, `mismatch` the engine-against-trainer difference measured when
-    that snapshot was loaded; times are in seconds.
+    that snapshot was loaded, `restarts` how often the engine was started again by then; times are in seconds.
     """
 
     index: int
@@ -64,6 +64,7 @@ class RolloutBatch:
     weight_sync_seconds: float = 0.0
     generator_wait_seconds: float = 0.0
     mismatch: float | None = None
+    restarts: int = 0
 
 
 def batch_record(batch: RolloutBatch) -> dict:
