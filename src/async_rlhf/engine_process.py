@@ -42,6 +42,9 @@ def engine_environment(device: str, config: GeneratorConfig, mark: str) -> Itera
     What a process cannot inherit by a variable it inherits from the thread that starts it: cores, since vLLM binds its OpenMP threads
     alone, and blocked signals, from its first instruction on. An engine is ended by SIGKILL, which nothing blocks.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, TRAINERS_SIGNALS)
+    resource_tracker.ensure_running()  # multiprocessing's, which serves the trainer too: it gets no mark. Starting it unblocks signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, TRAINERS_SIGNALS)
     saved = dict(os.environ)
     for name in filter(DISTRIBUTED_VARIABLES.fullmatch, saved):
         del os.environ[name]
@@ -55,9 +58,6 @@ def engine_environment(device: str, config: GeneratorConfig, mark: str) -> Itera
     else:
         visible = [name for name in saved.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(index)] if visible else index
-    signal.pthread_sigmask(signal.SIG_BLOCK, TRAINERS_SIGNALS)
-    resource_tracker.ensure_running()  # unblocks two of them when it has to start its process
-    signal.pthread_sigmask(signal.SIG_BLOCK, TRAINERS_SIGNALS)
     try:
         yield
     finally:
