@@ -109,7 +109,8 @@ class SupervisedGenerator:
         self.restarts += 1
         left = f", {len(self._finished)} of {self._wanted} completions are kept" if self._wanted else ""
         weights = f" with weights v{self._snapshot.version}" if self._snapshot else ""
-        print(f"warning: {failure}; it is started again{weights}, {self.restarts} of {self._max_restarts} times{left}", flush=True)
+        reason = str(failure).rstrip(".")
+        print(f"warning: {reason}; it is started again{weights}, {self.restarts} of {self._max_restarts} times{left}", flush=True)
 
     def _check(self, generator: Generator, snapshot: Snapshot) -> float | None:
         scored = generator.score(snapshot.probe_ids) if snapshot.probe_logprobs else []
