@@ -22,6 +22,7 @@ from async_rlhf.engine_process import EngineProcess, engine_environment
 from async_rlhf.generation import EngineFailure, FakeGenerator, HFGenerator
 from async_rlhf.pipeline import Pacing
 from async_rlhf.reaper import MARK, Reaper, marked
+from benchmarks.kill_matrix import FAULTS, MOMENTS, SAVE_STEPS, hit
 
 
 class Engines:
@@ -387,3 +388,21 @@ def test_a_reaper_that_is_closed_ends_what_bears_its_mark_and_nothing_else(shell
     other.close()
     assert children[1].wait(5) == -signal.SIGKILL
     assert marked("mine-b") == []
+
+
+# -- the real engine --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_kill_matrix(fault, moment, tmp_path):
+    cell = hit(fault, moment, tmp_path / "cell")
+    assert (cell.orphans, cell.snapshots) == (0, 0), cell
+    if fault.startswith(("EngineCore", "Worker")):
+        assert (cell.outcome, cell.restarts) == ("goes on", 1), cell
+    else:
+        assert cell.outcome.startswith("ends with"), cell
+        assert 0 <= cell.redo <= SAVE_STEPS, cell
+    if fault.endswith("raises"):
+        assert f"the {fault}" in cell.says, cell

@@ -160,12 +160,13 @@ class EngineProcess:
             with suppress(Exception):
                 self._loop.run_until_complete(self._end_in_order())
             self._engine.shutdown(timeout=0)
+            self._engine.shutdown = lambda: None  # its __del__ calls it, at the interpreter's end if an exception still holds the engine
             with suppress(Exception):
                 self._loop.run_until_complete(asyncio.sleep(0))
         self._reaper.close()
         if not self._loop.is_running():  # it is where a start could not be ended
             self._loop.close()
-        self._engine = None
+        self._engine = self._task = None
         gc.collect()
 
     async def _end_in_order(self) -> None:
