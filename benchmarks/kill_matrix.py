@@ -10,6 +10,7 @@ and snapshots left behind (0), updates to do again when it is resumed (at most `
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -192,9 +193,10 @@ def newest_checkpoint(run: Path) -> int:
 
 def what_it_says(lines: list[str], code: int | None) -> str:
     """The warning of a restart, or the error that ended it."""
-    said = [line for line in lines if line.startswith("warning: ")] if code == 0 else []
-    errors = [line for line in lines if not line.startswith(" ") and ("Error" in line or "Failure" in line or "Interrupt" in line)]
-    return (said or errors or [""])[0 if said else -1][:160].replace("|", "/")
+    warnings = [match[0] for line in lines if (match := re.search("warning: .*", line))]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Failure|Interrupt|Exception)\b", line)]
+    said = warnings if code == 0 else errors
+    return said[-1][:200].replace("|", "/") if said else ""
 
 
 # -- in the run -----------------------------------------------------------------------------------------------------------------

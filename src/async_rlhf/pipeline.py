@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from async_rlhf.data import PromptStream
 from async_rlhf.generation import Generator, Sampling
 from async_rlhf.rollout import Prompt, RolloutBatch
-from async_rlhf.supervision import SupervisedGenerator
+from async_rlhf.supervision import SupervisedGenerator, say
 from async_rlhf.weights import WeightStore
 
 POLL_SECONDS = 0.2
@@ -115,7 +115,7 @@ class GenerationPipeline:
             waited = time.monotonic() - started
             if waited >= (reported + 1) * self._wait_report:
                 reported = int(waited / self._wait_report)
-                print(f"waited {waited:.0f} s for the generator, which is {self.doing()}", flush=True)
+                say(f"waited {waited:.0f} s for the generator, which is {self.doing()}")
             try:
                 item = self._queue.get(timeout=min(POLL_SECONDS, self._wait_report))
             except queue.Empty:
@@ -144,7 +144,7 @@ class GenerationPipeline:
             waited = time.monotonic() - started
             if waited >= self._timeout:
                 raise TimeoutError(f"no batch within {self._timeout:.0f} s (generator_timeout): the rewards are still scoring one")
-            print(f"waited {waited:.0f} s for the rewards, which are scoring {batch.kind} batch {batch.index}", flush=True)
+            say(f"waited {waited:.0f} s for the rewards, which are scoring {batch.kind} batch {batch.index}")
 
     def doing(self) -> str:
         """From any thread: what the generation thread is doing, and how far it is."""

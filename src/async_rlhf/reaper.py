@@ -37,7 +37,7 @@ class Reaper:
 
     def __init__(self, mark: str = "", folder: str | Path = ""):
         self._command = ["/bin/sh", "-c", SCRIPT, "reaper", mark and f"{MARK}={mark}"]
-        self._folder = str(folder)
+        self._folder, self._owner = str(folder), os.getpid()
         self._environment = {name: value for name, value in os.environ.items() if name != MARK}
         self._shell = subprocess.Popen(
             [*self._command, self._folder],
@@ -56,7 +56,7 @@ class Reaper:
     def close(self) -> None:
         """End the processes, delete the folder, and watch no more."""
         atexit.unregister(self.close)
-        if self._shell.stdin.closed:
+        if self._shell.stdin.closed or os.getpid() != self._owner:  # a forked child's exit ends nothing
             return
         try:
             self._shell.communicate(b"\n", timeout=PATIENCE_SECONDS)

@@ -1,14 +1,23 @@
 """A generator whose engine may die: another one takes its place, with the same weights, and does what was left to do."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+from tqdm import tqdm
 
 from async_rlhf.generation import EngineFailure, Finished, Generator, Sampling
 from async_rlhf.rollout import Prompt, Rollout
 from async_rlhf.weights import Snapshot
 
 Result = TypeVar("Result")
+
+
+def say(line: str) -> None:
+    """Print a line now, on a line of its own where a progress bar stands."""
+    tqdm.write(line)
+    sys.stdout.flush()
 
 
 class SupervisedGenerator:
@@ -110,7 +119,7 @@ class SupervisedGenerator:
         left = f", {len(self._finished)} of {self._wanted} completions are kept" if self._wanted else ""
         weights = f" with weights v{self._snapshot.version}" if self._snapshot else ""
         reason = str(failure).rstrip(".")
-        print(f"warning: {reason}; it is started again{weights}, {self.restarts} of {self._max_restarts} times{left}", flush=True)
+        say(f"warning: {reason}; it is started again{weights}, {self.restarts} of {self._max_restarts} times{left}")
 
     def _check(self, generator: Generator, snapshot: Snapshot) -> float | None:
         scored = generator.score(snapshot.probe_ids) if snapshot.probe_logprobs else []
