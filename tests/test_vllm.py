@@ -1,16 +1,22 @@
 """The real engine: after every weight update it answers with the trainer's numbers."""
 
 import json
+import os
+import signal
+import threading
+import time
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf.config import GeneratorConfig, UserError
-from async_rlhf.generation import HFGenerator, Sampling
+from async_rlhf.engine_process import DISTRIBUTED_VARIABLES
+from async_rlhf.generation import EngineFailure, HFGenerator, Sampling
 from async_rlhf.models import Policy, pad_tokens
+from async_rlhf.reaper import marked
 from async_rlhf.rollout import Prompt
-from async_rlhf.vllm_utils import DISTRIBUTED_VARIABLES, check_engine_model, choose_device, open_generator, trainer_cores
+from async_rlhf.vllm_utils import check_engine_model, choose_device, open_generator, trainer_cores
 from async_rlhf.weights import WeightStore, whole_weights
 
 PROMPTS = [Prompt(i, i, list(range(30, 34 + 3 * i))) for i in range(6)]
@@ -51,9 +57,38 @@ def test_after_each_update_the_engine_agrees_with_the_trainer(embeddings, model_
             answers.append([r.response_ids for r in rollouts])
             assert [r.response_ids for r in generator.generate(PROMPTS[::-1], sampling)][::-1][1::2] == answers[-1][0::2]
         assert answers[0] != answers[1] != answers[2]
+        if embeddings == "untied":
+            check_that_a_death_is_noticed(generator)
     finally:
         generator.close()
         store.close()
+    assert marked(generator._process._mark) == []
+
+
+def check_that_a_death_is_noticed(generator):
+    """Its processes are killed once a completion has finished: an `EngineFailure` says so soon, and what had finished is there. Signals
+    that are the trainer's to act on change nothing."""
+    processes, finished = marked(generator._process._mark), {}
+    assert len(processes) >= 2
+
+    def kill():
+        while not finished:
+            time.sleep(0.001)
+        for pid in processes:
+            os.kill(pid, signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    for pid in processes:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(pid, number)
+    killed, many = [], [Prompt(i, i, PROMPTS[5].ids) for i in range(100)]
+    threading.Thread(target=kill).start()
+    with pytest.raises(EngineFailure, match="EngineCore ended with -9"):
+        generator.generate(many, Sampling(n=4, max_tokens=28, end_ids=(), temperature=1.0), finished)
+    assert time.monotonic() - killed[0] < 20
+    assert 0 < len(finished) < 400
+    with pytest.raises(EngineFailure):
+        generator.score(PROMPTS[0].ids)
 
 
 def test_asynchronous_online_dpo_from_the_command_line(model_folder, prompts_file, reward_file, tmp_path, run_script):

@@ -29,7 +29,8 @@ LOGS = ("metrics.jsonl", "eval.jsonl", "rollouts.jsonl", "completions/*.jsonl")
 FREE = frozenset(
     "resume_from_checkpoint overwrite_output_dir output_dir reference_url output_global_parent_dir report_to project run_name wandb_run_id "
     "push_to_hub hub_model_id generate_config evaluate_config vllm_device vllm_gpu_memory_utilization vllm_cpu_kvcache_gib "
-    "vllm_enforce_eager generator_timeout snapshot_dir save_steps save_total_limit dry_run".split()
+    "vllm_enforce_eager generator_timeout engine_timeout max_engine_restarts wait_report snapshot_dir save_steps save_total_limit "
+    "dry_run".split()
 )
 
 

@@ -121,10 +121,17 @@ class GeneratorConfig(SamplingConfig):
     vllm_dtype: str = setting("auto", "Type of the engine's weights; auto is the type that training publishes.")
     vllm_enforce_eager: bool | None = setting(None, "Switch CUDA graphs off. Default: off on a CPU only.")
     generator_timeout: float = setting(1800.0, "Seconds to wait for the generator before the run ends with an error.")
+    engine_timeout: float = setting(600.0, "Seconds without an answer after which a vLLM engine counts as stuck.")
+    max_engine_restarts: int = setting(
+        3, "Times that an engine which died or got stuck is started again, in all, before its error ends the run."
+    )
 
     def __post_init__(self):
         super().__post_init__()
         require(self.generator != "replay" or self.replay_path, "generator: replay needs replay_path, a rollouts.jsonl")
+        for name in ("generator_timeout", "engine_timeout"):
+            require(getattr(self, name) > 0, f"{name} {getattr(self, name)}: above 0 seconds")
+        require(self.max_engine_restarts >= 0, f"max_engine_restarts {self.max_engine_restarts}: 0 or more")
 
 
 @dataclass
@@ -221,6 +228,7 @@ class RLConfig(RunConfig, DataConfig, ModelConfig, GeneratorConfig):
     max_logprob_mismatch: float | None = setting(
         None, "Largest allowed difference between generator and trainer logprobs on a probe text. Default: 0.001 in float32, else 0.5."
     )
+    wait_report: float = setting(60.0, "Say what the generator is doing whenever the trainer has waited so many seconds for it.")
     snapshot_dir: str | None = setting(None, "Folder for weight snapshots on their way to the generator. Default: shared memory.")
     save_steps: float = setting(
         0.25, "Save a checkpoint every so many updates; below 1 a share of the run. The last update is always saved."
@@ -248,6 +256,7 @@ class RLConfig(RunConfig, DataConfig, ModelConfig, GeneratorConfig):
         require(not (self.bf16 and self.fp16), "bf16 and fp16 exclude each other")
         unscaled = self.torch_dtype == "float16" and not self.fp16
         require(not unscaled, "torch_dtype float16 trains with a gradient scaler only: add fp16, or use bfloat16 or float32")
+        require(self.wait_report > 0, f"wait_report {self.wait_report}: above 0 seconds")
         require(self.save_steps > 0, f"save_steps {self.save_steps}: above 0")
         limit = self.save_total_limit
         require(limit is None or limit >= 1, f"save_total_limit {limit}: at least 1, or null for all")

@@ -48,25 +48,45 @@ class Sampling:
         return int.from_bytes(digest[:8], "big") >> 1
 
 
+Finished = dict[tuple[int, int], Rollout]  # completions by stream position and sample index
+
+
+class EngineFailure(RuntimeError):
+    """The engine behind a generator died or got stuck: another one can do its work. `starting`: it had not come up."""
+
+    def __init__(self, reason: str, starting: bool = False):
+        super().__init__(reason)
+        self.starting = starting
+
+
 class Generator(Protocol):
-    """Samples completions with the snapshot that it loaded last. Used from the generation thread alone, `interrupt` apart."""
+    """Samples completions with the snapshot that it loaded last. Used from the generation thread alone, `interrupt` apart.
+
+    After an `EngineFailure`, which every method but these two may raise, there is nothing left to do but `close`. `answered` is when its
+    engine gave a sign of life, in seconds of `time.monotonic`; None where there is no engine.
+    """
 
     version: int
+    answered: float | None
+
+    def start(self) -> None:
+        """Take devices and processes. Without it the first use does."""
 
     def load_weights(self, snapshot: Snapshot) -> None:
         """Sample with this snapshot from now on; when it returns, no trace of an older one is left."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
-        """`sampling.n` rollouts a prompt, in prompt order, then sample order."""
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, finished: Finished | None = None) -> list[Rollout]:
+        """`sampling.n` rollouts a prompt, in prompt order, then sample order. Completions are put into `finished` as they end, and what
+        it holds already need not be sampled again."""
 
     def score(self, ids: list[int]) -> list[float]:
         """The log-probability, at temperature 1, of each of `ids[1:]` given what precedes it."""
 
     def interrupt(self) -> None:
-        """From any thread: make a running `generate` raise `InterruptedError` soon."""
+        """From any thread: make whatever runs, and whatever is called from now on, raise `InterruptedError` soon."""
 
     def close(self) -> None:
-        """Give back devices and processes."""
+        """Give back devices and processes, for sure and within a bounded time, from any state."""
 
 
 class HFGenerator:
@@ -78,8 +98,11 @@ class HFGenerator:
 
     def __init__(self, model: PreTrainedModel, pad_token_id: int, batch_size: int = 128, shared: bool = False):
         self.model, self.pad_token_id, self.batch_size, self.shared = model, pad_token_id, batch_size, shared
-        self.version = -1
+        self.version, self.answered = -1, None
         self._interrupted = threading.Event()
+
+    def start(self) -> None:
+        pass
 
     def load_weights(self, snapshot: Snapshot) -> None:
         if not self.shared:
@@ -94,7 +117,7 @@ class HFGenerator:
                     parameter.copy_(weights[name])
         self.version = snapshot.version
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, finished: Finished | None = None) -> list[Rollout]:
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
         at_a_time = max(1, self.batch_size // sampling.n)
         groups: dict[int, list[Rollout]] = {}
@@ -104,6 +127,8 @@ class HFGenerator:
             chunk = by_length[start : start + at_a_time]
             rollouts = self._generate([prompts[i] for i in chunk], sampling)
             groups.update((i, rollouts[j * sampling.n : (j + 1) * sampling.n]) for j, i in enumerate(chunk))
+            if finished is not None:
+                finished.update(((rollout.position, rollout.sample), rollout) for rollout in rollouts)
         self.model.train(was_training)
         return [rollout for i in range(len(prompts)) for rollout in groups[i]]
 
@@ -228,16 +253,19 @@ class ReplayGenerator:
     """Hands out recorded rollouts by stream position, for studying a loss without an engine."""
 
     def __init__(self, path: str):
-        self.version = -1
+        self.version, self.answered = -1, None
         self._by_position: dict[int, list[Rollout]] = defaultdict(list)
         for rollout in read_rollouts(path):
             rollout.rewards = None  # a replay's rewards are its own
             self._by_position[rollout.position].append(rollout)
 
+    def start(self) -> None:
+        pass
+
     def load_weights(self, snapshot: Snapshot) -> None:
         self.version = snapshot.version
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, finished: Finished | None = None) -> list[Rollout]:
         rollouts = []
         for prompt in prompts:
             recorded = sorted(self._by_position.get(prompt.position, []), key=lambda rollout: rollout.sample)[: sampling.n]
@@ -263,26 +291,33 @@ class FakeGenerator:
     """Seeded random tokens, for tests: settable seconds a batch, response lengths, and failures."""
 
     def __init__(self, vocab_size: int, seconds: float = 0.0, lengths: Sequence[int] = (4, 7, 2), fail_at: int | None = None):
-        self.version = -1
+        self.version, self.answered = -1, None
         self.calls = 0
         self.busy_seconds = 0.0
         self.closed = False
         self._vocab_size, self._seconds, self._lengths, self._fail_at = vocab_size, seconds, lengths, fail_at
         self._interrupted = threading.Event()
 
+    def start(self) -> None:
+        pass
+
     def load_weights(self, snapshot: Snapshot) -> None:
         self.version = snapshot.version
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, finished: Finished | None = None) -> list[Rollout]:
+        finished = {} if finished is None else finished
         self.calls += 1
         if self.calls == self._fail_at:
             raise RuntimeError(f"fake generator fails on call {self.calls}")
         started = time.perf_counter()
         if self._interrupted.wait(self._seconds):
             raise InterruptedError
-        finished = time.perf_counter()
-        self.busy_seconds += finished - started
-        return [self._rollout(prompt, sample, sampling, started, finished) for prompt in prompts for sample in range(sampling.n)]
+        self.busy_seconds += time.perf_counter() - started
+        for prompt in prompts:
+            for sample in range(sampling.n):
+                if (prompt.position, sample) not in finished:
+                    finished[prompt.position, sample] = self._rollout(prompt, sample, sampling, started, time.perf_counter())
+        return [finished[prompt.position, sample] for prompt in prompts for sample in range(sampling.n)]
 
     def _rollout(self, prompt: Prompt, sample: int, sampling: Sampling, started: float, finished: float) -> Rollout:
         noise = torch.Generator().manual_seed(sampling.seed_of(prompt.position, sample))

@@ -4,14 +4,16 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from async_rlhf.data import PromptStream
 from async_rlhf.generation import Generator, Sampling
 from async_rlhf.rollout import Prompt, RolloutBatch
-from async_rlhf.weights import Snapshot, WeightStore
+from async_rlhf.supervision import SupervisedGenerator, say
+from async_rlhf.weights import WeightStore
 
 POLL_SECONDS = 0.2
 
@@ -40,9 +42,10 @@ class Evaluation:
 class GenerationPipeline:
     """Runs a generator in a thread of its own.
 
-    Batches `first_batch … num_batches − 1` come out of `get` in order, and no batch is made beyond the last. Whatever fails
-    in the thread is raised by `get` with its own traceback; `close` ends the thread from any state. `score`, if there is one, gives a
-    batch's rollouts their `rewards` while it waits in the queue, in a thread of its own.
+    Batches `first_batch … num_batches − 1` come out of `get` in order, and no batch is made beyond the last. An engine that fails is
+    started again, `max_restarts` times in all; whatever else fails in the thread is raised by `get` with its own traceback. `close` ends
+    the thread from any state. `score`, if there is one, gives a batch's rollouts their `rewards` while it waits in the queue, in a thread
+    of its own. What `get` waits for is said every `wait_report` seconds.
     """
 
     def __init__(
@@ -61,24 +64,27 @@ class GenerationPipeline:
         held: Sequence[RolloutBatch] = (),
         evaluated: int = -1,
         score: Callable[[RolloutBatch], None] | None = None,
+        max_restarts: int = 0,
+        wait_report: float = 60.0,
     ):
-        self._open_generator, self._stream, self._store, self._sampling = open_generator, stream, store, sampling
+        self._generator = SupervisedGenerator(open_generator, max_restarts, max_mismatch)
+        self._stream, self._store, self._sampling, self._wait_report = stream, store, sampling, wait_report
         self._prompts_per_batch, self._num_batches, self._first_batch = prompts_per_batch, num_batches, first_batch
-        self._pacing, self._timeout, self._evaluation, self._max_mismatch = pacing, timeout, evaluation, max_mismatch
-        self._score, self._scorer = score, ThreadPoolExecutor(1, "scoring") if score else None
+        self._pacing, self._timeout, self._evaluation = pacing, timeout, evaluation
+        self._score, self._to_score = score, queue.SimpleQueue()
         self._queue: queue.Queue[tuple[RolloutBatch, Future | None] | BaseException] = queue.Queue(
             maxsize=2 * (pacing.max_staleness + 1) + 1
         )
         self._stop = threading.Event()
-        self._generator: Generator | None = None
-        self._doing = "starting its engine"
+        self._doing = "starting"
         self._held, self._taken = deque(held), first_batch - 1  # batches taken and not yet given out; the last one taken
         self._evaluated = self._evaluated_before_taken = evaluated
-        self._mismatch: float | None = None
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+        if self._score:
+            threading.Thread(target=self._score_in_turn, name="scoring", daemon=True).start()
 
     def hold(self, until: int) -> tuple[list[RolloutBatch], int]:
         """Wait for all batches before `until`, keep them for `get`, and give them with the number of the last evaluation before their end.
@@ -103,14 +109,19 @@ class GenerationPipeline:
         return self._held.popleft() if self._held else self._take()
 
     def _take(self) -> RolloutBatch:
-        deadline = time.monotonic() + self._timeout
+        started = time.monotonic()
+        reported = 0
         while True:
+            waited = time.monotonic() - started
+            if waited >= (reported + 1) * self._wait_report:
+                reported = int(waited / self._wait_report)
+                say(f"waited {waited:.0f} s for the generator, which is {self.doing()}")
             try:
-                item = self._queue.get(timeout=POLL_SECONDS)
+                item = self._queue.get(timeout=min(POLL_SECONDS, self._wait_report))
             except queue.Empty:
-                if time.monotonic() > deadline:
+                if waited > self._timeout:
                     raise TimeoutError(
-                        f"no batch within {self._timeout:.0f} s (generator_timeout): the generator is {self._doing}"
+                        f"no batch within {self._timeout:.0f} s (generator_timeout): the generator is {self.doing()}"
                     ) from None
                 if not self._thread.is_alive() and self._queue.empty():
                     raise RuntimeError("the generation thread has ended; there is no further batch") from None
@@ -119,52 +130,70 @@ class GenerationPipeline:
                 raise item
             batch, scoring = item
             if scoring is not None:
-                self._wait_for_scores(scoring, deadline)
+                self._wait_for_scores(batch, scoring, started)
             if batch.kind == "train":
                 self._taken = batch.index
                 self._evaluated_before_taken = self._due(batch.version)
             return batch
 
-    def _wait_for_scores(self, scoring: Future, deadline: float) -> None:
-        if wait([scoring], max(0.0, deadline - time.monotonic())).not_done:
-            raise TimeoutError(f"no batch within {self._timeout:.0f} s (generator_timeout): the rewards are still scoring one")
-        scoring.result()
+    def _wait_for_scores(self, batch: RolloutBatch, scoring: Future, started: float) -> None:
+        while True:
+            left = max(0.0, started + self._timeout - time.monotonic())
+            if not wait([scoring], min(left, self._wait_report)).not_done:
+                return scoring.result()
+            waited = time.monotonic() - started
+            if waited >= self._timeout:
+                raise TimeoutError(f"no batch within {self._timeout:.0f} s (generator_timeout): the rewards are still scoring one")
+            say(f"waited {waited:.0f} s for the rewards, which are scoring {batch.kind} batch {batch.index}")
+
+    def doing(self) -> str:
+        """From any thread: what the generation thread is doing, and how far it is."""
+        return self._doing + self._generator.progress()
 
     def close(self, timeout: float = 30.0) -> None:
         """End the thread, a running generation included, and close the generator."""
         self._stop.set()
-        if self._generator is not None and self._thread.is_alive():
+        self._to_score.put(None)
+        if self._thread.is_alive():
             self._generator.interrupt()
         if self._thread.ident is not None:
             self._thread.join(timeout)
-        if self._scorer:
-            self._scorer.shutdown(wait=False, cancel_futures=True)
 
-    # -- in the thread ------------------------------------------------------------------------------------------------------
+    # -- in the threads -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._generator = self._open_generator()
+            self._doing = "starting its engine"
+            self._generator.start()
             for batch in range(self._first_batch, self._num_batches):
                 version, newest = self._pacing.required_version(batch), self._pacing.weight_update == "newest"
-                loaded = self._load(version, newest)
-                self._evaluate_if_due()
-                first = batch * self._prompts_per_batch
-                self._generate(batch, self._stream.take(first, self._prompts_per_batch), self._sampling, "train", loaded)
+                with self._loaded(version, newest) as loaded:
+                    self._evaluate_if_due()
+                    first = batch * self._prompts_per_batch
+                    self._generate(batch, self._stream.take(first, self._prompts_per_batch), self._sampling, "train", loaded)
             if self._evaluation:
-                self._load(self._num_batches, newest=False)
-                self._evaluate_if_due(last=True)
+                with self._loaded(self._num_batches, newest=False):
+                    self._evaluate_if_due(last=True)
         except InterruptedError:
             pass
         except BaseException as error:  # it belongs to the trainer's thread, which raises it
             self._put(error)
         finally:
             self._doing = "closed"
-            if self._generator is not None:
-                self._generator.close()
+            self._generator.close()
 
-    def _load(self, version: int, newest: bool) -> dict:
-        """Wait for the snapshot and load it, unless the generator has it already. Returns what that cost and showed."""
+    def _score_in_turn(self) -> None:
+        while (item := self._to_score.get()) is not None and not self._stop.is_set():
+            batch, scoring = item
+            try:
+                scoring.set_result(self._score(batch))
+            except BaseException as error:  # it belongs to the trainer's thread, as above
+                scoring.set_exception(error)
+
+    @contextmanager
+    def _loaded(self, version: int, newest: bool) -> Iterator[dict]:
+        """Wait for the snapshot and load it, unless the generator has it already; gives the seconds that took. The snapshot stays while
+        the block runs, for an engine that must be started again."""
         waiting = time.perf_counter()
         self._doing = f"waiting for weights v{version}"
         with self._store.reading(version, newest, self._timeout, self._stop) as snapshot:
@@ -173,22 +202,8 @@ class GenerationPipeline:
             if snapshot.version != self._generator.version:
                 self._doing = f"loading weights v{snapshot.version}"
                 self._generator.load_weights(snapshot)
-                self._mismatch = self._check(snapshot)
                 loaded["weight_sync_seconds"] = time.perf_counter() - loading
-        return {**loaded, "mismatch": self._mismatch}
-
-    def _check(self, snapshot: Snapshot) -> float | None:
-        """Largest difference, over the probe's tokens, between the generator's log-probabilities and the trainer's."""
-        scored = self._generator.score(snapshot.probe_ids) if snapshot.probe_logprobs else []
-        if not scored:
-            return None
-        mismatch = max(abs(a - b) for a, b in zip(scored, snapshot.probe_logprobs, strict=True))
-        if self._max_mismatch is not None and not mismatch <= self._max_mismatch:
-            raise RuntimeError(
-                f"after loading weights v{snapshot.version} the generator's logprobs differ from the trainer's by {mismatch:.3g}, "
-                f"over max_logprob_mismatch {self._max_mismatch:.3g}: it samples with other weights than were published"
-            )
-        return mismatch
+            yield loaded
 
     def _evaluate_if_due(self, last: bool = False) -> None:
         if self._evaluation is None:
@@ -208,9 +223,13 @@ class GenerationPipeline:
         self._doing = f"generating {kind} batch {index} with weights v{self._generator.version}"
         started = time.perf_counter()
         rollouts = self._generator.generate(prompts, sampling)
+        loaded |= {"mismatch": self._generator.mismatch, "restarts": self._generator.restarts}
         seconds = time.perf_counter() - started
-        batch = RolloutBatch(index, rollouts, self._generator.version, kind=kind, generate_seconds=seconds, **loaded)
-        self._put((batch, self._scorer.submit(self._score, batch) if self._scorer else None))
+        batch, scoring = RolloutBatch(index, rollouts, self._generator.version, kind=kind, generate_seconds=seconds, **loaded), None
+        if self._score:
+            scoring = Future()
+            self._to_score.put((batch, scoring))
+        self._put((batch, scoring))
 
     def _put(self, item: tuple[RolloutBatch, Future | None] | BaseException) -> None:
         while not self._stop.is_set():

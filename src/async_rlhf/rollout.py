@@ -53,7 +53,8 @@ class RolloutBatch:
     """What the generator hands over for one update (`index` counts from 0), or for one evaluation.
 
     `version` is the newest snapshot it was sampled with, `mismatch` the engine-against-trainer difference measured when
-    that snapshot was loaded; times are in seconds. `observed`: what rewards that scored it in the pipeline noticed, by name.
+    that snapshot was loaded, `restarts` how often the engine was started again by then; times are in seconds. `observed`: what rewards that
+    scored it in the pipeline noticed, by name.
     """
 
     index: int
@@ -65,6 +66,7 @@ class RolloutBatch:
     generator_wait_seconds: float = 0.0
     mismatch: float | None = None
     observed: dict[str, list[float]] = field(default_factory=dict)
+    restarts: int = 0
 
 
 def batch_record(batch: RolloutBatch) -> dict:

@@ -1,13 +1,11 @@
-"""The vLLM generator: an engine in its own process, pinned to its own device, whose weights follow the trainer's snapshots."""
+"""The vLLM generator: an engine pinned to its own device, whose weights follow the trainer's snapshots."""
 
 import asyncio
-import gc
 import itertools
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,19 +13,16 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import GeneratorConfig, ModelConfig, UserError, require
-from async_rlhf.generation import Generator, HFGenerator, ReplayGenerator, Sampling
+from async_rlhf.engine_process import EngineProcess
+from async_rlhf.generation import EngineFailure, Finished, Generator, HFGenerator, ReplayGenerator, Sampling
 from async_rlhf.models import load_causal_lm
 from async_rlhf.rollout import Prompt, Rollout
 from async_rlhf.weights import Snapshot
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.outputs import RequestOutput
-
-# Left by torchrun, accelerate and Slurm for the trainer's processes; an engine that read them would try to join them.
-DISTRIBUTED_VARIABLES = re.compile(
-    r"(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|ROLE_NAME|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|ROLE_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
-    r"|NODE_RANK|OMP_NUM_THREADS|(TORCHELASTIC|TORCH_NCCL|ACCELERATE|FSDP|DEEPSPEED|PMI|PMIX|SLURM)_\w+)"
-)
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32's CPU attention kernels
 
@@ -76,33 +71,6 @@ def trainer_cores(engine_device: str) -> list[int]:
     return [core for core in cores if core not in taken] or cores
 
 
-@contextmanager
-def _engine_environment(device: str, config: GeneratorConfig) -> Iterator[None]:
-    """While the engine's processes are spawned: no variable of the trainer's process group, and the engine's own device.
-
-    On a CPU the calling thread is bound to the engine's cores as well, since a process inherits the affinity of the thread that
-    starts it and vLLM binds only its OpenMP threads.
-    """
-    saved, affinity = dict(os.environ), os.sched_getaffinity(0)
-    for name in filter(DISTRIBUTED_VARIABLES.fullmatch, saved):
-        del os.environ[name]
-    os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    kind, _, index = device.partition(":")
-    if kind == "cpu":
-        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": index, "VLLM_CPU_KVCACHE_SPACE": str(config.vllm_cpu_kvcache_gib)}
-        os.sched_setaffinity(0, set(map(int, index.split(","))))
-    else:
-        visible = [name for name in saved.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(index)] if visible else index
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ |= saved
-        os.sched_setaffinity(0, affinity)
-
-
 # -- in the engine's worker -------------------------------------------------------------------------------------------------
 
 
@@ -126,14 +94,12 @@ class WeightLoader:
 
 
 class VLLMGenerator:
-    """An `AsyncLLM` engine. Made, used and closed in one thread, whose event loop it owns; only `interrupt` is for other threads."""
+    """An `AsyncLLM` engine. Made, used and closed in one thread; only `interrupt` is for others. See `EngineProcess` for what it raises."""
+
+    worker_extension = f"{__name__}.{WeightLoader.__name__}"
 
     def __init__(self, config: GeneratorConfig, model_path: str, device: str, dtype: str, max_model_len: int, trust_remote_code: bool):
         self.version = -1
-        self._timeout = config.generator_timeout
-        self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task | None = None
-        self._interrupted = False
         self._ids = itertools.count()
         on_cpu = device.startswith("cpu")
         settings = dict(
@@ -144,7 +110,7 @@ class VLLMGenerator:
             skip_tokenizer_init=True,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
-            worker_extension_cls=f"{__name__}.{WeightLoader.__name__}",
+            worker_extension_cls=self.worker_extension,
             enforce_eager=on_cpu if config.vllm_enforce_eager is None else config.vllm_enforce_eager,
             enable_log_requests=False,
             disable_log_stats=True,
@@ -154,34 +120,47 @@ class VLLMGenerator:
             settings |= dict(enable_chunked_prefill=False, max_num_batched_tokens=max(2048, max_model_len), max_num_seqs=128)
         else:
             settings |= dict(gpu_memory_utilization=config.vllm_gpu_memory_utilization)
-        with _engine_environment(device, config):
-            from vllm import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
+        self._process = EngineProcess(settings, device, config)
 
-            async def start() -> AsyncLLM:
-                return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+    @property
+    def answered(self) -> float | None:
+        return self._process.answered
 
-            self._engine = self._loop.run_until_complete(start())
+    def start(self) -> None:
+        self._process.start()
 
     def load_weights(self, snapshot: Snapshot) -> None:
         """Between batches the engine is idle, so the pause drops cached prefixes and holds nothing up."""
 
-        async def load():
-            await self._engine.pause_generation(mode="keep", clear_cache=True)
-            await self._engine.collective_rpc("load_snapshot", args=(str(snapshot.path),))
-            await self._engine.update_weight_version(str(snapshot.version))
-            await self._engine.resume_generation()
+        async def load(engine: "AsyncLLM") -> None:
+            await engine.pause_generation(mode="keep", clear_cache=True)
+            await engine.collective_rpc("load_snapshot", args=(str(snapshot.path),))
+            await engine.update_weight_version(str(snapshot.version))
+            await engine.resume_generation()
 
-        self._run(load())
+        self._process.run(load)
         self.version = snapshot.version
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
-        async def all_samples():
-            return await asyncio.gather(*(self._sample(prompt, sample, sampling) for prompt in prompts for sample in range(sampling.n)))
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, finished: Finished | None = None) -> list[Rollout]:
+        finished = {} if finished is None else finished
+        wanted = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
 
-        return self._run(all_samples())
+        async def sample(engine: "AsyncLLM", prompt: Prompt, index: int) -> None:
+            finished[prompt.position, index] = await self._sample(engine, prompt, index, sampling)
 
-    async def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
+        async def missing(engine: "AsyncLLM") -> None:
+            absent = [(prompt, index) for prompt, index in wanted if (prompt.position, index) not in finished]
+            tasks = [asyncio.ensure_future(sample(engine, prompt, index)) for prompt, index in absent]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        self._process.run(missing)
+        return [finished[prompt.position, index] for prompt, index in wanted]
+
+    async def _sample(self, engine: "AsyncLLM", prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -197,7 +176,9 @@ class VLLMGenerator:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = (await self._request(prompt.ids, params)).outputs[0]
+        output = (await self._request(engine, prompt.ids, params)).outputs[0]
+        if output.finish_reason not in ("stop", "length"):
+            raise EngineFailure(f"the vLLM engine ended a completion by {output.finish_reason!r}")
         ids = list(output.token_ids)
         versions = [self.version] * len(ids)
         for span in output.weight_versions or []:
@@ -219,40 +200,20 @@ class VLLMGenerator:
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, seed=0)
-        output = self._run(self._request(ids, params))
+        output = self._process.run(lambda engine: self._request(engine, ids, params))
         return [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
 
-    async def _request(self, ids: list[int], params) -> "RequestOutput":
+    async def _request(self, engine: "AsyncLLM", ids: list[int], params: "SamplingParams") -> "RequestOutput":
         final = None
-        async for output in self._engine.generate({"prompt_token_ids": ids}, params, request_id=str(next(self._ids))):
+        async for output in engine.generate({"prompt_token_ids": ids}, params, request_id=str(next(self._ids))):
             final = output
         return final
 
-    def _run(self, coroutine):
-        async def bounded():
-            return await asyncio.wait_for(coroutine, self._timeout)
-
-        if self._interrupted:
-            coroutine.close()
-            raise InterruptedError
-        self._task = self._loop.create_task(bounded())
-        try:
-            return self._loop.run_until_complete(self._task)
-        except asyncio.CancelledError as error:
-            raise InterruptedError from error
-        except TimeoutError as error:
-            raise TimeoutError(f"the vLLM engine gave no answer within {self._timeout:.0f} s (generator_timeout)") from error
-
     def interrupt(self) -> None:
-        self._interrupted = True
-        self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+        self._process.interrupt()
 
     def close(self) -> None:
-        self._engine.shutdown(timeout=10)
-        self._loop.run_until_complete(asyncio.sleep(0))
-        self._loop.close()
-        del self._engine
-        gc.collect()
+        self._process.close()
 
 
 def open_generator(

@@ -5,7 +5,6 @@ A snapshot is one safetensors file in shared memory (or in any folder that both 
 """
 
 import re
-import shutil
 import tempfile
 import threading
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
+
+from async_rlhf.reaper import Reaper
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -37,11 +38,12 @@ class Snapshot:
 
 
 class WeightStore:
-    """Publishes snapshots and keeps the newest `keep` of them, and any that is being read."""
+    """Publishes snapshots and keeps the newest `keep` of them, and any that is being read. Its folder goes when this process does."""
 
     def __init__(self, keep: int, folder: str | Path | None = None):
         parent = Path(folder) if folder else SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         self.folder = Path(tempfile.mkdtemp(prefix="async_rlhf-", dir=parent))
+        self._reaper = Reaper(folder=self.folder)
         self._keep = keep
         self._snapshots: dict[int, Snapshot] = {}
         self._shapes: dict[str, torch.Size] | None = None
@@ -116,7 +118,7 @@ class WeightStore:
                     path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._reaper.close()
 
 
 def adapter_parameters(model: nn.Module, adapter: str) -> list[nn.Parameter]:
