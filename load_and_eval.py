@@ -174,12 +174,14 @@ class Judges:
     def _score(self, record: Generations, responses: list[list[dict]]) -> np.ndarray:
         """Gold scores, as `responses` is shaped. What two checkpoints both say is scored once, so that it ties: a model's score of
         it would differ in the last digits with the batch that it stands in."""
-        rows = record.rows.select_columns(["row", "prompt", "prompt_ids"])
+        rows = record.rows.select_columns(["row", "prompt", "prompt_ids", "reference"])
         new: dict[tuple, Sample] = {}
         for i, (row, group) in enumerate(zip(rows, responses, strict=True)):
             for said in group:
                 if (key := (i, *said["ids"])) not in self._scores:
-                    new[key] = Sample(row["prompt"], said["text"], row["prompt_ids"], said["ids"], said["finished"], row["row"])
+                    columns, own = row["row"], row["reference"]
+                    sample = Sample(row["prompt"], said["text"], row["prompt_ids"], said["ids"], said["finished"], columns, i, own)
+                    new[key] = sample
         if new:
             scores = self.gold.score(list(new.values())).total
             self._scores.update(zip(new, scores.tolist(), strict=True))
