@@ -43,7 +43,24 @@ class FunctionSettings(RewardSettings):
 
     def check(self) -> None:
         require(FUNCTION.fullmatch(self.function), f"function {self.function!r}: path/file.py:name or package.module:name is needed")
-        find_function(self.function)
+        function = find_function(self.function)
+        require(callable(function), f"function {self.function}: that is no function but a value, {function!r:.100}")
+        self._check_arguments(function)
+
+    def _check_arguments(self, function: Callable) -> None:
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # of a function that is not written in Python
+            return
+        try:
+            signature.bind([], **self.arguments)
+        except TypeError as error:
+            raise UserError(f"function {self.function}: arguments {self.arguments}: {error}; it takes {signature}") from error
+        if getattr(function, "checks_arguments", False):
+            try:
+                function([], **self.arguments)
+            except UserError as error:
+                raise UserError(f"function {self.function}: arguments: {error}") from error
 
     def open(self, context: RewardContext) -> "FunctionReward":
         return FunctionReward(self)
@@ -94,6 +111,13 @@ class FunctionReward:
             except Exception:
                 return f"sample {i}, response {sample.response[:200]!r}"
         return f"{len(samples)} samples; on each alone it does not"
+
+
+def checks_arguments(function: Callable[..., list[float]]) -> Callable[..., list[float]]:
+    """Marks a reward function that does nothing without samples but refuse bad arguments with a `UserError`: it is called so before the
+    run, when no model is loaded yet."""
+    function.checks_arguments = True
+    return function
 
 
 def find_function(spec: str) -> Callable[[list[Sample]], list[float]]:
