@@ -384,7 +384,7 @@ import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 class Handler(BaseHTTPRequestHandler):
-    left = 2
+    left = int(sys.argv[2])
 
     def do_POST(self):
         query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["query"]
@@ -397,23 +397,27 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer)
 
-server = HTTPServer(("127.0.0.1", 0), Handler)
+server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
 print(server.server_address[1], flush=True)
 server.serve_forever()
 """
 
 
-def test_a_server_that_dies_ends_the_run_with_one_line_and_the_last_checkpoint_stands(
-    model_folder, prompts_file, tmp_path, monkeypatch, capsys
-):
-    server = subprocess.Popen([sys.executable, "-c", DIES], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    url = f"http://127.0.0.1:{int(server.stdout.readline())}/get_reward"
+def mortal_server(port, answers):
+    """Dies at the request after so many. Gives the process and its port."""
+    command = [sys.executable, "-c", DIES, str(port), str(answers)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return server, int(server.stdout.readline())
+
+
+def test_a_server_that_dies_ends_the_run_and_one_that_is_started_again_lets_it_go_on(model_folder, prompts_file, tmp_path, capsys):
+    server, port = mortal_server(0, 2)
+    url = f"http://127.0.0.1:{port}/get_reward"
     died = []
     threading.Thread(target=lambda: died.append((server.wait(), time.monotonic())), daemon=True).start()
     spec = json.dumps({"remote": url, "timeout": 5, "retries": 2, "backoff": 0.1})
-    config = settings(
-        model_folder, prompts_file, "", tmp_path / "run", reward_model_path=None, reward=[spec], save_steps=1, max_staleness=1
-    )
+    fixed = dict(reward_model_path=None, reward=[spec], save_steps=1, max_staleness=1)
+    config = settings(model_folder, prompts_file, "", tmp_path / "run", **fixed)
     with pytest.raises(SystemExit) as end:
         run_script(lambda: train(config))
     ((code, at),) = died
@@ -424,6 +428,15 @@ def test_a_server_that_dies_ends_the_run_with_one_line_and_the_last_checkpoint_s
     saved = sorted(path.name for path in (tmp_path / "run").glob("*checkpoint-*"))
     assert saved == ["checkpoint-1", "checkpoint-2"] and (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()
     assert UPDATES > 2 and not any(thread.name == "generation" for thread in threading.enumerate())
+
+    server, _ = mortal_server(port, 100)
+    try:
+        _, resumed = train(settings(model_folder, prompts_file, "", tmp_path / "run", resume_from_checkpoint="latest", **fixed))
+        _, whole = train(settings(model_folder, prompts_file, "", tmp_path / "whole", **fixed))
+    finally:
+        server.kill()
+        server.wait()
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), whole.parameters(), strict=True))
 
 
 # -- settings ------------------------------------------------------------------------------------------------------------------
