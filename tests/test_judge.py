@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf.config import UserError
 from async_rlhf.dry_run import check_paths, dry_run
+from async_rlhf.engine_process import DISTRIBUTED_VARIABLES
 from async_rlhf.rewards import RewardContext, Sample, load_rewards, read_rewards
 from async_rlhf.rewards.judge import Unreadable, expected_value
-from async_rlhf.vllm_utils import DISTRIBUTED_VARIABLES
 from tldr import package_folder, unpack_smollm2
 
 PAIR = "{response_a}<vs>{response_b}"
