@@ -139,8 +139,8 @@ class RewardModel:
             self.head = Head() if self.adapter else find_head(path, self.config, head)
             self.scorer = self._load()
         except (OSError, ValueError, RuntimeError) as error:
-            if isinstance(error, UserError) and not self.adapter:
-                raise
+            if (isinstance(error, UserError) and not self.adapter) or (isinstance(error, RuntimeError) and shards):
+                raise  # a rank that fails while others load is no wrong path
             raise UserError(f"no reward model at {path!r}: {' '.join(str(error).split())[:300]}") from error
         self.max_length = max_length or min(self.tokenizer.model_max_length, self.config.max_position_embeddings)
         same = policy_tokenizer is not None and same_vocabulary(policy_tokenizer, self.tokenizer)
