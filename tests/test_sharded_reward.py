@@ -179,7 +179,7 @@ def found(tmp_path_factory, tokenizer, model_folder) -> tuple[Path, list[dict]]:
     (folder / "llama").symlink_to(model_folder)
     (folder / "letters.py").write_text("def letters(samples):\n    return [s.response.count('a') + len(s.prompt) / 100 for s in samples]\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, str(folder)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-6000:]
     return folder, [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(2)]
@@ -233,7 +233,7 @@ def test_a_run_under_zero2_with_a_zero3_reward_is_the_run_with_a_whole_one(found
             *(f"--output_dir={output}", "--generator=hf", "--response_length=6", "--max_prompt_length=32"),
             *("--per_device_train_batch_size=4", "--total_episodes=32", "--learning_rate=1e-3", "--eval_split=train[:1]", "--eval_steps=2"),
         ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600, env=env)
         assert done.returncode == 0, done.stderr[-4000:]
         lines = [*(output / "metrics.jsonl").read_text().splitlines(), *(output / "eval.jsonl").read_text().splitlines()]
