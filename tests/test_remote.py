@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -69,7 +70,7 @@ def url(rewards, model_folder):
     assert "reference" in line and "http://127.0.0.1:" in line
     yield line.split()[-1]
     server.terminate()
-    assert server.wait(60) == 0
+    assert server.wait(120) == 0
     assert server.stdout.read() == "stopped\n"
 
 
@@ -542,3 +543,27 @@ def test_vllms_server_is_a_reference_at_temperature_1(tokenizer, model_folder, m
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.full
+def test_the_real_vllm_server_is_a_reference(model_folder, tokenizer, monkeypatch):
+    monkeypatch.setenv("TEST_KEY", KEY)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_folder, "--dtype=float32", "--enforce-eager"]
+    command += ["--max-model-len=64", "--host=127.0.0.1", f"--port={port}", f"--api-key={KEY}"]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    server = subprocess.Popen(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        config = reference_config(f"http://127.0.0.1:{port}/v1", reference_server="vllm", temperature=1.0)
+        deadline = time.monotonic() + 600
+        while time.monotonic() < deadline and server.poll() is None and socket.socket().connect_ex(("127.0.0.1", port)):
+            time.sleep(1)
+        served = open_remote_reference(config, tokenizer, 9)
+        assert served.path == str(model_folder)
+        tokens = tiny_tokens()
+        mask = torch.arange(4) < tokens["response_length"][..., None]
+        torch.testing.assert_close(served(tokens, 1.0)[mask], local_reference(model_folder)(tokens, 1.0)[mask], atol=1e-5, rtol=0)
+    finally:
+        server.terminate()
+        server.wait(60)

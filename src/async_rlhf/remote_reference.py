@@ -166,7 +166,7 @@ class VLLMReference(RemoteReference):
         (answer,) = server.post("/detokenize", [{"model": model, "tokens": ids}])
         require(answer == {"prompt": text}, differs.format("the text of the tokens"))
         (answer,) = server.post("/tokenize", [{"model": model, "prompt": text, "add_special_tokens": False}])
-        ours = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ours = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         require(isinstance(answer, dict) and answer.get("tokens") == ours, differs.format("the tokenization"))
 
     def body(self, prompts, responses, temperature):
