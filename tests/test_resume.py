@@ -95,7 +95,8 @@ def go_on(folders, output):
     Trainer(config, ALGORITHMS[type(config)](config)).run()
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kills", [3, 20])
 def test_killed_at_any_moment_and_resumed_ends_in_the_same_weights(model_folder, prompts_file, reward_file, tmp_path, kills):
     """SIGKILL after a random time, again and again; a process that was quicker than its kill is not counted. Then to the end."""
     context = multiprocessing.get_context("forkserver")

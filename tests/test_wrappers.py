@@ -161,6 +161,7 @@ def test_a_dry_run_ends_after_the_plan(folder):
     assert "24 updates" in said and "evaluating" not in said and not (folder / "output_dir").exists()
 
 
+@pytest.mark.full  # three processes that import everything; test_docs.py runs the command in this one
 def test_the_papers_command_for_3_and_1_gpus_prints_its_plan(folder):
     """`accelerate launch` with ZeRO-2 and bf16, three processes; the output goes under the global parent."""
     said = wrapper(
