@@ -182,8 +182,7 @@ class Trainer:
         self.pipeline = self._open_pipeline() if distributed.is_main() else None
         done, quiet = self.progress.updates, not distributed.is_main()
         self.bar = tqdm(total=self.plan.updates, initial=done, unit="update", disable=quiet, mininterval=1.0)
-        saves = self.plan.saves(config.save_steps)
-        stopped = False
+        saves, stopped = self.plan.saves(config.save_steps), False
         try:
             self._publish(done)
             if self.pipeline:
