@@ -142,6 +142,7 @@ def test_a_held_part_begins_afresh(prompts_file, model_folder, reward_file, tmp_
     assert float(optimizer.adamw.state[pair.policy.weight]["step"]) == 1 and float(optimizer.adamw.state[pair.value.weight]["step"]) == 4
 
 
+@pytest.mark.full  # two minutes; test_sharded_reward.py steps a ZeRO-2 engine on two ranks
 def test_zero2_on_two_processes_trains_like_one_process(model_folder, prompts_file, reward_file, tmp_path):
     """Optimizer state and gradients sharded over two processes, two forwards accumulated: the losses and weights of plain AdamW."""
     one = [sys.executable, ROOT / "online_dpo.py"]

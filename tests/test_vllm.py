@@ -31,7 +31,7 @@ def disturbed(folder, seed):
     return model
 
 
-@pytest.mark.parametrize("embeddings", ["tied", "untied"])
+@pytest.mark.parametrize("embeddings", ["tied", pytest.param("untied", marks=pytest.mark.full)])
 def test_after_each_update_the_engine_agrees_with_the_trainer(embeddings, model_folder, neox_folder, tokenizer):
     folder = str(model_folder if embeddings == "tied" else neox_folder)
     sampling = Sampling(n=2, max_tokens=8, end_ids=(tokenizer.eos_token_id,), temperature=0.7, seed=1)
