@@ -54,11 +54,15 @@ class Progress:
 def new_folder(folder: Path, save_total_limit: int | None = None) -> Iterator[Path]:
     """A folder for all ranks to fill, which takes its name when every file of it is on disk. Then older checkpoints beyond the limit
     go, and the state of all but the newest `RESUMABLE`. Where filling it fails, nothing is left of it."""
-    temporary, main = folder.with_name(f".{folder.name}.part"), distributed.is_main()
+    temporary, main, problem = folder.with_name(f".{folder.name}.part"), distributed.is_main(), None
     if main:
         shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / STATE).mkdir(parents=True)
-    distributed.barrier()
+        try:
+            (temporary / STATE).mkdir(parents=True)
+        except OSError as error:
+            problem = error
+    if problem := distributed.broadcast(problem):  # on every rank: none waits for a folder that will not be
+        raise problem
     try:
         yield temporary
         distributed.barrier()
